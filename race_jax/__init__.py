@@ -1,0 +1,1 @@
+"""race-jax: agents that think only when thinking pays."""

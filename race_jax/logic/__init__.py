@@ -1,0 +1,1 @@
+"""LoGiC: which turns of a finished trajectory need their reasoning."""

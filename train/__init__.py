@@ -1,0 +1,1 @@
+"""Entry points: what a person runs."""
