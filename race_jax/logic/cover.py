@@ -1,0 +1,160 @@
+"""LoGiC, Algorithm 1 of RACE: which turns of a finished trajectory can go without their reasoning.
+
+`find_cover` is the algorithm as the paper writes it, one full pass per candidate, over any function
+that scores actions. The engine (`race_jax.logic.engine`) takes the same decisions from cached
+prefixes; the tests hold the two against each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from race_jax.types import Assembled, TokenTrajectory
+
+EPSILON = 0.001
+"""The paper's threshold, in nats per token."""
+
+Score = Callable[[Assembled], np.ndarray]
+"""The mean log-likelihood of every action of a sequence: RACE eq. 4, one value per turn."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Removal:
+    """One tested removal.
+
+    Attributes:
+        turn: The turn whose reasoning was taken out, from 0.
+        decreases: d_j for j = turn, turn + 1, ... in order; it ends at the first turn that violates
+            the threshold, since later turns cannot change the decision.
+        accepted: Whether every d_j was at most epsilon.
+    """
+
+    turn: int
+    decreases: tuple[float, ...]
+    accepted: bool
+
+    @property
+    def max_decrease(self) -> float:
+        """The largest d_j among the computed ones, nats per token."""
+        return max(self.decreases)
+
+    @property
+    def worst_turn(self) -> int:
+        """The turn, from 0, whose action lost most."""
+        return self.turn + int(np.argmax(self.decreases))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cover:
+    """What LoGiC decided about one trajectory at one threshold.
+
+    Attributes:
+        id: The trajectory's name.
+        epsilon: Threshold, nats per token.
+        removals: The tested turns in order.
+        loglik_full: float64 [turns], l_j with all reasoning in place.
+        loglik_final: float64 [turns], l_j under the compressed trajectory.
+        tokens_forwarded: Tokens given to the model for this result, rows' padding and early exit's
+            overrun included; passes shared with other thresholds count in each.
+        tokens_minimum: The fewest tokens that an exact run with prefix caches forwards.
+        tokens_naive: What one full pass per candidate forwards.
+    """
+
+    id: str
+    epsilon: float
+    removals: tuple[Removal, ...]
+    loglik_full: np.ndarray
+    loglik_final: np.ndarray
+    tokens_forwarded: int
+    tokens_minimum: int
+    tokens_naive: int
+
+    @property
+    def removed(self) -> tuple[int, ...]:
+        """Turns, from 0, whose reasoning LoGiC took out: the S_i of RACE eqs. 13 and 14."""
+        return tuple(r.turn for r in self.removals if r.accepted)
+
+
+def check_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
+    """The thresholds, each once, rising.
+
+    Raises:
+        ValueError: None given, or one that is negative, infinite or not a number.
+    """
+    for value in epsilons:
+        if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+            raise ValueError(
+                f"epsilon {value!r}: a threshold is a finite number of nats per token, at least 0 "
+                f"(the paper uses {EPSILON})"
+            )
+    if not epsilons:
+        raise ValueError("no epsilon given: name at least one threshold, such as 0.001")
+    return tuple(sorted({float(value) for value in epsilons}))
+
+
+def require_finite(values: np.ndarray, name: str) -> np.ndarray:
+    """`values`, or an error if the model produced something that is no likelihood.
+
+    Raises:
+        ValueError: A value is infinite or not a number.
+    """
+    bad = np.flatnonzero(~np.isfinite(values))
+    if bad.size:
+        raise ValueError(
+            f"trajectory {name}: the likelihood of action {bad[0] + 1} is {values[bad[0]]}; the "
+            "checkpoint or its dtype overflows on this input (try --dtype float32)"
+        )
+    return values
+
+
+def last_scored(sequence: Assembled, turn: int) -> int:
+    """How many tokens of `sequence` must be forwarded to score the action of `turn`."""
+    return int(sequence.actions[turn, 1]) - 1
+
+
+def find_cover(trajectory: TokenTrajectory, score: Score, epsilon: float = EPSILON) -> Cover:
+    """Algorithm 1, one full pass per candidate.
+
+    For t = 2..T: take r_t out, keep what was taken out before, and accept iff
+
+        d_j = l_j - l~_j <= epsilon   for all j in t..T.
+
+    Args:
+        trajectory: A finished trajectory.
+        score: l_j of every action of a sequence, [turns].
+        epsilon: Threshold, nats per token, at least 0. Equality accepts.
+
+    Returns:
+        The decisions. Turn 1 keeps its reasoning always; a turn that has none is not tested.
+
+    Reference: RACE Algorithm 1, eqs. 6 to 11.
+    """
+    (epsilon,) = check_epsilons([epsilon])
+    sequence = trajectory.assemble()
+    last = len(trajectory.turns) - 1
+    full = current = require_finite(score(sequence), trajectory.id)
+    minimum = naive = last_scored(sequence, last)
+    removed: list[int] = []
+    removals = []
+    for t in trajectory.reasoned:
+        if t == 0:
+            continue
+        candidate = trajectory.assemble([*removed, t])
+        values = require_finite(score(candidate), trajectory.id)
+        decreases = current[t:] - values[t:]
+        violating = np.flatnonzero(decreases > epsilon)
+        end = last if violating.size == 0 else t + int(violating[0])
+        naive += last_scored(candidate, last)
+        minimum += last_scored(candidate, end) - int(candidate.starts[t])
+        accepted = violating.size == 0
+        removals.append(Removal(t, tuple(decreases[: end - t + 1].tolist()), accepted))
+        if accepted:
+            removed.append(t)
+            current = np.concatenate([current[:t], values[t:]])
+    return Cover(
+        trajectory.id, epsilon, tuple(removals), full, current, naive, minimum, naive
+    )
