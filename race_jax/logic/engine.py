@@ -1,0 +1,319 @@
+"""LoGiC at speed: cached prefixes, early exit, and many trajectories in one batch.
+
+Every step forwards one array of rows, each a run of `row_tokens` consecutive tokens of some
+trajectory. A trajectory owns a slot of the cache, which holds the prefix state of its accepted
+context, and fills as many rows as it surely needs: the rest of its first pass, or its candidate up
+to the next unscored action. Rows left over go to candidates that have passed their own action and
+will most likely need them. So nothing is forwarded twice, little is forwarded in vain, and each
+product is as large as the batch although the pieces are short.
+
+A candidate overwrites the slot beyond the tested turn. What it overwrites is copied out first and
+put back if the removal is rejected; if it is accepted, the candidate's cache is the new cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from race_jax.logic.cover import Cover, check_epsilons
+from race_jax.logic.scoring import float32_head
+from race_jax.logic.search import Outcome, Search
+from race_jax.logprobs import leading_token_logprobs
+from race_jax.types import LanguageModel, Params, TokenTrajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A trajectory that could not be scored, and why."""
+
+    id: str
+    reason: str
+
+
+@dataclasses.dataclass
+class Stats:
+    """What an engine has spent.
+
+    Attributes:
+        steps: Forward calls.
+        tokens: Tokens forwarded, all padding included: rows times row_tokens, summed.
+        finished: Trajectories done or failed.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    finished: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class _Seat:
+    """A search in its slot, with what must be put back if the candidate fails."""
+
+    search: Search
+    slot: int
+    undo: list[tuple[Any, np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """The rows of one step, and where its log-probabilities belong."""
+
+    tokens: np.ndarray
+    slots: np.ndarray
+    starts: np.ndarray
+    owners: list[_Seat]
+    targets: list[tuple[_Seat, np.ndarray, np.ndarray]]
+
+
+class Engine:
+    """Runs LoGiC over many trajectories with one checkpoint."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        params: Params,
+        *,
+        length: int,
+        slots: int = 16,
+        rows: int = 32,
+        row_tokens: int = 16,
+    ):
+        """Set up programs for one cache shape.
+
+        Args:
+            model: Pure forward functions.
+            params: The model's parameters.
+            length: The most tokens of any trajectory.
+            slots: Trajectories in flight.
+            rows: Rows per step at most; smaller steps use a half, a quarter or an eighth.
+            row_tokens: Tokens per row, Q. Small rows waste less, large rows attend faster.
+
+        Raises:
+            ValueError: `length` exceeds the model's context, or a size is not positive.
+        """
+        for name, value in (("slots", slots), ("rows", rows), ("row_tokens", row_tokens)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}: it must be at least 1")
+        if length > model.context_length:
+            raise ValueError(
+                f"length is {length} tokens, but the model's context is {model.context_length}"
+            )
+        self.model, self.params, self.head = model, params, float32_head(model, params)
+        self.length, self.slots, self.row_tokens = length, slots, row_tokens
+        self.buckets = sorted({max(rows >> shift, 1) for shift in range(4)})
+        self.stats = Stats()
+        # The last row of a sequence may reach row_tokens - 1 beyond its end.
+        self.cache_length = length + row_tokens
+        self._step = jax.jit(self._forward, donate_argnums=(2,))
+        self._read = jax.jit(model.read_rows, static_argnums=(3,))
+        self._write = jax.jit(model.write_rows, donate_argnums=(0,))
+
+    def _forward(self, params, head, cache, tokens, slots, starts, pick, targets, count):
+        hidden, cache = self.model.extend(params, cache, tokens, slots, starts)
+        states = hidden.reshape(-1, hidden.shape[-1])[pick]
+        return leading_token_logprobs(states, head, targets, count), cache
+
+    def run(
+        self,
+        trajectories: Iterable[TokenTrajectory],
+        epsilons: Sequence[float],
+        on_step: Callable[[Stats], None] | None = None,
+    ) -> Iterator[list[Cover] | Failure]:
+        """Decide every trajectory at every threshold, in the order in which they finish.
+
+        Args:
+            trajectories: Taken one by one as slots become free.
+            epsilons: Thresholds, nats per token.
+            on_step: Called after every step.
+
+        Yields:
+            The covers of one trajectory, thresholds rising; or why it has none.
+
+        Raises:
+            ValueError: A threshold is negative or not finite.
+        """
+        thresholds = check_epsilons(epsilons)
+        source = iter(trajectories)
+        parked: deque[tuple[Search, Any]] = deque()
+        done: dict[int, list[Cover]] = {}
+        seats: list[_Seat] = []
+        cache = self.model.init_cache(self.params, self.slots, self.cache_length)
+        while True:
+            cache, failures = self._seat(seats, parked, source, thresholds, cache)
+            yield from failures
+            if not seats:
+                return
+            batch = self._plan(seats)
+            cache = self._run_batch(batch, cache)
+            if on_step:
+                on_step(self.stats)
+            cache, finished = self._settle(seats, parked, cache)
+            for item in finished:
+                if isinstance(item, Failure):
+                    self.stats.finished += 1
+                    yield item
+                    continue
+                covers = done.setdefault(id(item.trajectory), [])
+                covers += item.covers()
+                if len(covers) == len(thresholds):
+                    self.stats.finished += 1
+                    yield sorted(done.pop(id(item.trajectory)), key=lambda c: c.epsilon)
+
+    def _seat(self, seats, parked, source, thresholds, cache):
+        """Fill free slots: parked searches first, so that few wait, then new trajectories."""
+        failures = []
+        while len(seats) < self.slots:
+            slot = min(set(range(self.slots)) - {seat.slot for seat in seats})
+            if parked:
+                search, rows = parked.popleft()
+                cache = self._write(cache, rows, np.asarray([slot]), np.asarray([0]))
+                seats.append(_Seat(search, slot))
+                continue
+            trajectory = next(source, None)
+            if trajectory is None:
+                break
+            search = Search(trajectory, thresholds)
+            if search.stop > self.length:
+                self.stats.finished += 1
+                failures.append(
+                    Failure(
+                        trajectory.id,
+                        f"{search.stop} tokens to score, but this run takes {self.length}",
+                    )
+                )
+                continue
+            seats.append(_Seat(search, slot))
+        return cache, failures
+
+    def _plan(self, seats: list[_Seat]) -> _Batch:
+        """Give out the rows of one step: what is sure first, then what is likely."""
+        size = self.row_tokens
+        capacity = self.buckets[-1]
+        share = dict.fromkeys(seats, 0)
+
+        def give(seat: _Seat, tokens: int, limit: int) -> None:
+            rows = -(-min(tokens, seat.search.rest) // size)
+            room = limit - sum(share.values())
+            share[seat] = max(share[seat], min(rows, share[seat] + room))
+
+        tests = [seat for seat in seats if seat.search.turn is not None]
+        for seat in tests + [seat for seat in seats if seat.search.turn is None]:
+            give(seat, seat.search.sure, capacity)
+        promising = [seat for seat in tests if seat.search.promising]
+        for seat in promising:
+            # Blocks that double: as much again as has already held.
+            search = seat.search
+            give(seat, search.cursor - search.start, capacity)
+        bucket = next(b for b in self.buckets if b >= sum(share.values()))
+        for seat in promising + [seat for seat in tests if seat not in promising]:
+            give(seat, seat.search.rest, bucket)
+        return self._lay_out(share, bucket)
+
+    def _lay_out(self, share: dict[_Seat, int], bucket: int) -> _Batch:
+        """Write each seat's next rows into the arrays of a step."""
+        size = self.row_tokens
+        tokens = np.zeros((bucket, size), np.int32)
+        slots = np.full(bucket, self.slots, np.int32)
+        starts = np.zeros(bucket, np.int32)
+        owners: list[_Seat] = []
+        targets = []
+        for seat, rows in share.items():
+            search = seat.search
+            first, begin = len(owners), search.cursor
+            taken = search.sequence.tokens[begin : min(begin + rows * size, search.stop)]
+            tokens[first : first + rows].reshape(-1)[: len(taken)] = taken
+            slots[first : first + rows] = seat.slot
+            starts[first : first + rows] = begin + size * np.arange(rows)
+            owners += [seat] * rows
+            aims = begin + 1 + np.flatnonzero(
+                search.is_target[begin + 1 : begin + 1 + len(taken)]
+            )
+            targets.append((seat, first * size + aims - 1 - begin, aims))
+            if rows:
+                search.advance(len(taken), rows * size)
+        return _Batch(tokens, slots, starts, owners, targets)
+
+    def _run_batch(self, batch: _Batch, cache):
+        """Forward one step and hand the log-probabilities to the searches."""
+        if any(seat.search.turn is not None for seat in batch.owners):
+            before = self._read(cache, batch.slots, batch.starts, self.row_tokens)
+            for seat in dict.fromkeys(batch.owners):
+                if seat.search.turn is not None:
+                    mine = np.full_like(batch.slots, self.slots)
+                    for r, owner in enumerate(batch.owners):
+                        if owner is seat:
+                            mine[r] = seat.slot
+                    seat.undo.append((before, mine, batch.starts))
+        where = np.zeros((2, batch.tokens.size), np.int32)
+        count = 0
+        for seat, picks, aims in batch.targets:
+            where[0, count : count + len(picks)] = picks
+            where[1, count : count + len(picks)] = seat.search.sequence.tokens[aims]
+            count += len(picks)
+        out, cache = self._step(
+            self.params,
+            self.head,
+            cache,
+            batch.tokens,
+            batch.slots,
+            batch.starts,
+            where[0],
+            where[1],
+            count,
+        )
+        logprobs = np.asarray(out)
+        offset = 0
+        for seat, picks, aims in batch.targets:
+            seat.search.logprobs[aims] = logprobs[offset : offset + len(picks)]
+            offset += len(picks)
+        self.stats.steps += 1
+        self.stats.tokens += batch.tokens.size
+        return cache
+
+    def _abandon(self, seat, seats, parked, reason: str) -> Failure:
+        """Give up on a trajectory at every threshold."""
+        trajectory = seat.search.trajectory
+        seats[:] = [s for s in seats if s.search.trajectory is not trajectory]
+        kept = [item for item in parked if item[0].trajectory is not trajectory]
+        parked.clear()
+        parked.extend(kept)
+        return Failure(trajectory.id, reason)
+
+    def _settle(self, seats, parked, cache):
+        """Let every search decide; returns the cache and the searches that ended or failed."""
+        finished = []
+        for seat in list(seats):
+            search = seat.search
+            if seat not in seats:
+                continue
+            try:
+                outcome = search.settle()
+            except ValueError as error:
+                finished.append(self._abandon(seat, seats, parked, str(error)))
+                continue
+            if outcome is Outcome.OPEN:
+                continue
+            if outcome is Outcome.ACCEPTED:
+                search.accept()
+            if outcome is Outcome.SPLIT:
+                accepted = search.split()
+                if accepted.next_test():
+                    slot, zero = np.asarray([seat.slot]), np.asarray([0])
+                    rows = self._read(cache, slot, zero, self.cache_length)
+                    parked.append((accepted, jax.device_get(rows)))
+                else:
+                    finished.append(accepted)
+            if outcome in (Outcome.REJECTED, Outcome.SPLIT):
+                for rows, mine, starts in seat.undo:
+                    cache = self._write(cache, rows, mine, starts)
+            seat.undo.clear()
+            if not search.next_test():
+                seats.remove(seat)
+                finished.append(search)
+        return cache, finished

@@ -1,0 +1,186 @@
+"""One trajectory's way through LoGiC, as a state machine that only counts and decides.
+
+A `Search` says which tokens it wants forwarded next, takes their log-probabilities, and decides. It
+knows nothing of devices, so the decisions can be tested without a network. Several thresholds walk
+together for as long as they decide alike; where they part, the search splits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import numpy as np
+
+from race_jax.logic.cover import Cover, Removal, last_scored, require_finite
+from race_jax.logic.scoring import action_means
+from race_jax.types import Assembled, TokenTrajectory
+
+
+class Outcome(enum.Enum):
+    """What a batch of log-probabilities settled."""
+
+    OPEN = "more tokens are needed"
+    SCORED = "the full trajectory is scored"
+    ACCEPTED = "every threshold takes the removal"
+    REJECTED = "no threshold takes the removal"
+    SPLIT = "some thresholds take the removal, others do not"
+
+
+@dataclasses.dataclass
+class Ledger:
+    """What one threshold has decided and spent so far."""
+
+    epsilon: float
+    removals: list[Removal] = dataclasses.field(default_factory=list)
+    forwarded: int = 0
+    minimum: int = 0
+    naive: int = 0
+
+
+class Search:
+    """LoGiC on one trajectory, for one or more thresholds that have decided alike so far.
+
+    Attributes:
+        trajectory: The trajectory.
+        ledgers: The thresholds that walk together, rising.
+        sequence: What is being forwarded: the full trajectory or a candidate.
+        turn: The turn under test; None while the full trajectory is scored.
+        cursor: The next token to forward.
+    """
+
+    def __init__(self, trajectory: TokenTrajectory, epsilons: tuple[float, ...]):
+        """Begin with the full trajectory."""
+        self.trajectory = trajectory
+        self.ledgers = [Ledger(epsilon) for epsilon in epsilons]
+        self.alive = list(self.ledgers)
+        self.removed: tuple[int, ...] = ()
+        self.untested = [t for t in trajectory.reasoned if t > 0]
+        self.turn: int | None = None
+        self.full = self.current = np.zeros(0)
+        self._load(trajectory.assemble(), 0)
+        for ledger in self.ledgers:
+            ledger.minimum = ledger.naive = self.stop
+
+    def _load(self, sequence: Assembled, start: int) -> None:
+        """Make `sequence` the one to forward, from token `start` on."""
+        self.sequence = sequence
+        self.start = self.cursor = start
+        self.stop = last_scored(sequence, len(self.trajectory.turns) - 1)
+        self.logprobs = np.zeros(len(sequence.tokens), np.float32)
+        self.is_target = np.zeros(len(sequence.tokens) + 1, bool)
+        for begin, end in sequence.actions:
+            self.is_target[begin:end] = True
+        self.decreases: list[float] = []
+
+    @property
+    def rest(self) -> int:
+        """Tokens from the cursor to the last that any action needs."""
+        return max(self.stop - self.cursor, 0)
+
+    @property
+    def sure(self) -> int:
+        """Tokens that an exact run must forward next: to the end of the next unscored action."""
+        if self.turn is None:
+            return self.rest
+        following = self.turn + len(self.decreases)
+        return max(last_scored(self.sequence, following) - self.cursor, 0)
+
+    @property
+    def promising(self) -> bool:
+        """Whether the tested turn's own action has passed, so that most likely all will."""
+        return self.turn is not None and len(self.decreases) > 0
+
+    def advance(self, tokens: int, charged: int) -> None:
+        """Note that the next `tokens` were given to the model, in rows of `charged` tokens."""
+        self.cursor += tokens
+        for ledger in self.alive:
+            ledger.forwarded += charged
+
+    def settle(self) -> Outcome:
+        """Decide as far as the forwarded tokens allow.
+
+        Raises:
+            ValueError: A likelihood is not finite.
+        """
+        if self.turn is None:
+            return self._settle_full()
+        turns = len(self.trajectory.turns)
+        while self.turn + len(self.decreases) < turns and self.sure == 0:
+            j = self.turn + len(self.decreases)
+            begin, end = self.sequence.actions[j]
+            value = self.logprobs[begin:end].astype(np.float64).mean()
+            require_finite(np.asarray([value]), self.trajectory.id)
+            self.decreases.append(float(self.current[j] - value))
+            self._reject_above(j)
+            if not self.alive:
+                return Outcome.REJECTED
+        if self.turn + len(self.decreases) < turns:
+            return Outcome.OPEN
+        for ledger in self.alive:
+            self._close(ledger, turns - 1, accepted=True)
+        return Outcome.ACCEPTED if len(self.alive) == len(self.ledgers) else Outcome.SPLIT
+
+    def _settle_full(self) -> Outcome:
+        if self.rest:
+            return Outcome.OPEN
+        logprobs = np.concatenate([self.logprobs[a:b] for a, b in self.sequence.actions])
+        self.full = require_finite(action_means(self.sequence, logprobs), self.trajectory.id)
+        self.current = self.full
+        return Outcome.SCORED
+
+    def _reject_above(self, j: int) -> None:
+        """Let the thresholds that action j violates leave the test."""
+        for ledger in [x for x in self.alive if self.decreases[-1] > x.epsilon]:
+            self._close(ledger, j, accepted=False)
+            self.alive.remove(ledger)
+
+    def _close(self, ledger: Ledger, j: int, *, accepted: bool) -> None:
+        assert self.turn is not None
+        ledger.removals.append(Removal(self.turn, tuple(self.decreases), accepted))
+        ledger.minimum += last_scored(self.sequence, j) - self.start
+
+    def split(self) -> Search:
+        """Take the thresholds that accepted out into a search of their own, and return it."""
+        other = object.__new__(Search)
+        other.__dict__.update(self.__dict__)
+        other.untested = list(self.untested)
+        other.ledgers = list(self.alive)
+        self.ledgers = [x for x in self.ledgers if x not in self.alive]
+        other.accept()
+        return other
+
+    def accept(self) -> None:
+        """Make the candidate the sequence that later turns are compared with."""
+        assert self.turn is not None
+        values = self.current[self.turn :] - np.asarray(self.decreases)
+        self.current = np.concatenate([self.current[: self.turn], values])
+        self.removed = (*self.removed, self.turn)
+
+    def next_test(self) -> bool:
+        """Load the next candidate; False when every turn is decided."""
+        if not self.untested:
+            return False
+        self.turn = self.untested.pop(0)
+        candidate = self.trajectory.assemble([*self.removed, self.turn])
+        self._load(candidate, int(candidate.starts[self.turn]))
+        self.alive = list(self.ledgers)
+        for ledger in self.ledgers:
+            ledger.naive += self.stop
+        return True
+
+    def covers(self) -> list[Cover]:
+        """The finished results, one per threshold."""
+        return [
+            Cover(
+                self.trajectory.id,
+                ledger.epsilon,
+                tuple(ledger.removals),
+                self.full,
+                self.current,
+                ledger.forwarded,
+                ledger.minimum,
+                ledger.naive,
+            )
+            for ledger in self.ledgers
+        ]
