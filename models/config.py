@@ -1,0 +1,218 @@
+"""Model configurations: what a network needs to know, read from and written to `config.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from race_jax.models.rope import RopeConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What tells one model family from another.
+
+    Attributes:
+        architecture: The class name that transformers writes into `architectures`.
+        qkv_bias: Whether query, key and value carry biases; None when `attention_bias` decides,
+            which then holds for the output projection too.
+        qk_norm: Whether queries and keys pass an RMS norm of their own before the rotation.
+        head_dim: Head width when `config.json` names none; None for hidden_size / heads.
+    """
+
+    architecture: str
+    qkv_bias: bool | None
+    qk_norm: bool
+    head_dim: int | None
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, head_dim=None),
+    "qwen3": Family("Qwen3ForCausalLM", qkv_bias=None, qk_norm=True, head_dim=128),
+}
+"""The families that can be loaded, by the `model_type` of `config.json`."""
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
+_SLIDING_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a dense decoder. The names are those of a Hugging Face `config.json`.
+
+    Attributes:
+        model_type: A key of `FAMILIES`.
+        vocab_size: Rows of the embedding and of the head.
+        hidden_size: Width D of the residual stream.
+        intermediate_size: Width F of the gated MLP.
+        num_hidden_layers: Blocks L.
+        num_attention_heads: Query heads N.
+        num_key_value_heads: Key and value heads K; divides N. 0 for as many as query heads.
+        head_dim: Width H of a head, even; 0 for hidden_size / heads.
+        rms_norm_eps: Added to the mean square inside every RMS norm.
+        tie_word_embeddings: Whether the head is the embedding.
+        max_position_embeddings: The context length that the checkpoint states, in tokens.
+        attention_bias: Whether the four attention projections carry biases (qwen3 only).
+        initializer_range: Standard deviation of freshly drawn matrices.
+        rope: The rotary position embedding.
+        extra: The other keys of `config.json`, written back as they came; they change no result.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 32768
+    attention_bias: bool = False
+    initializer_range: float = 0.02
+    rope: RopeConfig = RopeConfig()  # noqa: RUF009 - frozen, so one default serves all
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self):
+        if self.model_type not in FAMILIES:
+            raise ValueError(
+                f"model_type is {self.model_type!r}; the supported ones are "
+                f"{', '.join(FAMILIES)}. Convert the checkpoint or choose another model."
+            )
+        if not self.num_key_value_heads:
+            object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+        if not self.head_dim and self.num_attention_heads:
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        for name in _SIZES:
+            _check_size(name, getattr(self, name))
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads is {self.num_attention_heads} and num_key_value_heads is "
+                f"{self.num_key_value_heads}; the second must divide the first."
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_dim is {self.head_dim}; it must be even, since the rotary embedding turns "
+                "pairs of entries."
+            )
+        if not self.rms_norm_eps > 0:
+            raise ValueError(f"rms_norm_eps is {self.rms_norm_eps}; it must be above 0.")
+
+    @property
+    def family(self) -> Family:
+        """The entry of `FAMILIES` for this model type."""
+        return FAMILIES[self.model_type]
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether query, key and value projections carry biases."""
+        fixed = self.family.qkv_bias
+        return self.attention_bias if fixed is None else fixed
+
+    @property
+    def out_bias(self) -> bool:
+        """Whether the attention output projection carries a bias."""
+        return self.attention_bias and self.family.qkv_bias is None
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens in one sequence: YaRN may stretch what `config.json` states."""
+        return max(self.max_position_embeddings, self.rope.stretched_context)
+
+    @classmethod
+    def from_hf(cls, data: Mapping[str, Any]) -> ModelConfig:
+        """Read the mapping of a `config.json`, as transformers 4 or 5 writes it.
+
+        Args:
+            data: The parsed file.
+
+        Returns:
+            The configuration. A missing key takes the value that transformers gives it, but
+            `num_key_value_heads` falls back to `num_attention_heads`.
+
+        Raises:
+            ValueError: If a needed key is missing, or the file asks for something that is not
+                implemented here: another architecture, quantised weights, sliding windows, another
+                activation, another kind of rotary embedding.
+        """
+        model_type = data.get("model_type")
+        if model_type not in FAMILIES:
+            raise ValueError(
+                f"config.json has model_type {model_type!r}; the supported ones are "
+                f"{', '.join(FAMILIES)}. Convert the checkpoint or choose another model."
+            )
+        _refuse_unsupported(data)
+        fields = {field.name for field in dataclasses.fields(cls)} - {"rope", "extra"}
+        known = {k: v for k, v in data.items() if k in fields and v is not None}
+        missing = [k for k in (*_SIZES[:5], "model_type") if k not in known]
+        if missing:
+            raise ValueError(
+                f"config.json lacks {', '.join(missing)}; a {model_type} model needs them. Copy "
+                "the config.json that belongs to the checkpoint."
+            )
+        if "head_dim" not in data and FAMILIES[model_type].head_dim:
+            known["head_dim"] = FAMILIES[model_type].head_dim
+        skip = fields | set(_ROPE_KEYS) | {"architectures"}
+        return cls(
+            **known,
+            rope=RopeConfig.from_hf(data, known.get("max_position_embeddings", 32768)),
+            extra={k: v for k, v in data.items() if k not in skip},
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The mapping for a `config.json` that `from_hf` and transformers (4 and 5) read."""
+        own = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("rope", "extra")
+        }
+        if self.family.qkv_bias is not None:
+            del own["attention_bias"]
+        head = {"architectures": [self.family.architecture], "hidden_act": "silu"}
+        return {**head, **self.extra, **own, **self.rope.to_hf()}
+
+
+def _check_size(name: str, value: Any) -> None:
+    """Raise unless `value` is a whole number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number above 0.")
+
+
+def _refuse_unsupported(data: Mapping[str, Any]) -> None:
+    """Raise for a setting whose effect on the network is not implemented."""
+    for key, allowed, what in (
+        ("hidden_act", ("silu", None), "activations"),
+        ("quantization_config", (None,), "quantised weights: none"),
+        ("attention_dropout", (0, None), "attention dropouts"),
+    ):
+        if data.get(key) not in allowed:
+            listed = ", ".join(repr(value) for value in allowed if value is not None)
+            raise ValueError(
+                f"config.json has {key} {data[key]!r}; supported {what}"
+                f"{': ' + listed if listed else ''}. Convert the checkpoint or choose another model."
+            )
+    if data.get("use_sliding_window") and data.get("sliding_window") is not None:
+        layers = data.get("num_hidden_layers", 0)
+        first = data.get("max_window_layers", 28)
+        kinds = data.get("layer_types") or [
+            "sliding_attention" if layer >= first else "full_attention" for layer in range(layers)
+        ]
+        if "sliding_attention" in kinds:
+            raise ValueError(
+                f"config.json has use_sliding_window true with sliding_window "
+                f"{data['sliding_window']!r} on {kinds.count('sliding_attention')} layers; "
+                "supported attention: full. Set use_sliding_window to false, which changes the "
+                "model beyond that window, or choose another model."
+            )

@@ -1,0 +1,217 @@
+"""Dense decoders as pure functions of their parameters, and the `Model` that holds both."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from race_jax.models import cache as caches
+from race_jax.models.attention import masked_attention, segment_attention
+from race_jax.models.cache import KVCache
+from race_jax.models.config import ModelConfig
+from race_jax.models.layers import Block, Decoder, rms_norm
+from race_jax.models.rope import rotation_tables
+from race_jax.types import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A decoder: its configuration, its parameters, and pure functions of parameters and arrays.
+
+    The functions take the parameters explicitly and never read `params`, so that one `Model` serves
+    training too. Two models of one configuration are equal and share compiled programs. Arithmetic
+    runs in the dtype of the parameters, with norms, rotations, softmax and the residual stream in
+    float32.
+
+    Attributes:
+        config: The shape of the network.
+        params: Nested dict of arrays; the blocks' arrays have a leading axis of layers.
+        max_length: Context length in tokens in place of the configuration's, or None.
+    """
+
+    config: ModelConfig
+    params: Params = dataclasses.field(compare=False, repr=False)
+    max_length: int | None = None
+
+    def __post_init__(self):
+        if self.max_length is not None and self.max_length < 1:
+            raise ValueError(f"the context length is {self.max_length}; it must be at least 1.")
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the head."""
+        return self.config.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens that the model takes in one sequence."""
+        return self.max_length or self.config.context_length
+
+    def forward(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array,
+        *,
+        remat: bool = False,
+    ) -> jax.Array:
+        """Hidden states after the final norm.
+
+        Args:
+            params: Parameters, as in `params`.
+            tokens: int32 [B, T], in [0, V); an id outside gives NaN.
+            positions: int32 [B, T], from 0 in each segment.
+            segment_ids: int32 [B, T]; 0 = padding, on any side. A token sees the earlier tokens of
+                its own segment.
+            remat: Recompute each block in the backward pass, for less memory.
+
+        Returns:
+            float32 [B, T, D]; finite at padding, and without meaning there.
+        """
+        cos, sin = rotation_tables(self.config.rope, self.config.head_dim, positions)
+        template = self._template()
+
+        def step(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
+            block = nnx.merge(template, layer)
+            q, k, v = block.project(x, cos, sin)
+            return block.finish(x, segment_attention(q, k, v, segment_ids)), None
+
+        body = jax.checkpoint(step, prevent_cse=False) if remat else step
+        x, _ = jax.lax.scan(body, _embed(params, tokens), params["layers"])
+        return rms_norm(x, params["norm"], self.config.rms_norm_eps)
+
+    def head(self, params: Params) -> jax.Array:
+        """The output matrix [V, D]: the embedding when the two are tied."""
+        return params["embed"] if self.config.tie_word_embeddings else params["head"]
+
+    def init_cache(self, params: Params, slots: int, length: int) -> KVCache:
+        """An empty cache for `slots` sequences of at most `length` tokens, and one spare slot."""
+        config = self.config
+        return caches.init_cache(
+            config.num_hidden_layers,
+            slots,
+            length,
+            config.num_key_value_heads,
+            config.head_dim,
+            params["embed"].dtype,
+        )
+
+    def extend(
+        self,
+        params: Params,
+        cache: KVCache,
+        tokens: jax.Array,
+        slots: jax.Array,
+        starts: jax.Array,
+    ) -> tuple[jax.Array, KVCache]:
+        """Append rows of tokens to cached sequences.
+
+        Row r holds the tokens at positions `starts[r]` .. `starts[r] + Q - 1` of slot `slots[r]`,
+        and sees all that the slot holds before them. Rows of one call may continue one another in
+        the same slot, in any order. Donate the cache to have it updated in place.
+
+        Args:
+            params: Parameters, as in `params`.
+            cache: From `init_cache`.
+            tokens: int32 [R, Q].
+            slots: int32 [R]; the number of slots names the spare one, for empty rows.
+            starts: int32 [R]; `starts[r] + Q` must not pass the cache's length, of spare rows
+                either: a write past the end would be moved back over earlier tokens.
+
+        Returns:
+            Hidden states float32 [R, Q, D] after the final norm, and the cache.
+        """
+        positions = starts[:, None] + jnp.arange(tokens.shape[1])
+        cos, sin = rotation_tables(self.config.rope, self.config.head_dim, positions)
+        template = self._template()
+        allowed = positions[:, :, None] >= jnp.arange(cache.k.shape[2])
+
+        def step(carry: Any, item: Any) -> tuple[Any, None]:
+            x, keys, values = carry
+            layer, index = item
+            block = nnx.merge(template, layer)
+            q, k, v = block.project(x, cos, sin)
+            keys = caches.append(keys, index, k, slots, starts)
+            values = caches.append(values, index, v, slots, starts)
+            mixed = masked_attention(q, keys[index, slots], values[index, slots], allowed)
+            return (block.finish(x, mixed), keys, values), None
+
+        indices = jnp.arange(self.config.num_hidden_layers)
+        carry = (_embed(params, tokens), cache.k, cache.v)
+        (x, keys, values), _ = jax.lax.scan(step, carry, (params["layers"], indices))
+        return rms_norm(x, params["norm"], self.config.rms_norm_eps), KVCache(keys, values)
+
+    def read_rows(self, cache: KVCache, slots: jax.Array, starts: jax.Array, size: int) -> KVCache:
+        """Copy `size` entries from each `(slots[r], starts[r])` out of the cache."""
+        return caches.read_rows(cache, slots, starts, size)
+
+    def write_rows(
+        self, cache: KVCache, rows: KVCache, slots: jax.Array, starts: jax.Array
+    ) -> KVCache:
+        """Put rows that `read_rows` copied back."""
+        return caches.write_rows(cache, rows, slots, starts)
+
+    def _template(self) -> nnx.GraphDef[Block]:
+        """The structure of one block, to be filled with one layer's arrays."""
+        config = dataclasses.replace(self.config, num_hidden_layers=1)
+        return nnx.split(_abstract(config, jnp.float32).layers)[0]
+
+
+def init_model(config: ModelConfig, seed: int, dtype: str = "float32") -> Model:
+    """A model with fresh parameters.
+
+    Args:
+        config: The shape of the network.
+        seed: Any integer; the same seed gives the same parameters.
+        dtype: `float32` or `bfloat16`.
+
+    Returns:
+        Matrices drawn from N(0, initializer_range^2), norms at 1, biases at 0.
+    """
+    decoder = Decoder(config, nnx.Rngs(seed), check_dtype(dtype))
+    return Model(config, nnx.to_pure_dict(nnx.split(decoder)[1]))
+
+
+def abstract_params(config: ModelConfig, dtype: str = "float32") -> Params:
+    """Shapes and dtypes of the parameters, as the pytree that `Model.params` has."""
+    return nnx.to_pure_dict(nnx.split(_abstract(config, check_dtype(dtype)))[1])
+
+
+def param_axes(config: ModelConfig) -> Params:
+    """Logical axis names of each parameter, parallel to `Model.params`.
+
+    Returns:
+        Nested dict of tuples over `layers`, `vocab`, `embed`, `heads`, `kv_heads`, `head_dim`,
+        `mlp`; a mesh maps the names to its own axes.
+    """
+    state = nnx.split(_abstract(config, jnp.dtype("float32")))[1]
+    return nnx.to_pure_dict(
+        jax.tree.map(
+            lambda variable: variable.get_metadata()["axes"],
+            state,
+            is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+        )
+    )
+
+
+def check_dtype(dtype: str) -> jnp.dtype:
+    """The dtype of that name, or a ValueError."""
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype is {dtype!r}; choose float32 or bfloat16.")
+    return jnp.dtype(dtype)
+
+
+def _abstract(config: ModelConfig, dtype: jnp.dtype) -> Decoder:
+    """The decoder with shapes in place of arrays."""
+    return nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), dtype))
+
+
+def _embed(params: Params, tokens: jax.Array) -> jax.Array:
+    """Rows of the embedding in float32; NaN for ids that it lacks."""
+    rows = params["embed"].at[tokens].get(mode="fill", fill_value=jnp.nan)
+    return rows.astype(jnp.float32)
