@@ -14,6 +14,8 @@ put back if the removal is rejected; if it is accepted, the candidate's cache is
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -44,11 +46,13 @@ class Stats:
         steps: Forward calls.
         tokens: Tokens forwarded, all padding included: rows times row_tokens, summed.
         finished: Trajectories done or failed.
+        work: Progress in tokens of input: each trajectory's length times the share of it decided.
     """
 
     steps: int = 0
     tokens: int = 0
     finished: int = 0
+    work: float = 0.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,6 +73,33 @@ class _Batch:
     starts: np.ndarray
     owners: list[_Seat]
     targets: list[tuple[_Seat, np.ndarray, np.ndarray]]
+
+
+def fit_slots(
+    model: LanguageModel, params: Params, length: int, slots: int, epsilons: int = 1
+) -> int:
+    """How many of `slots` caches fit, with those of parked searches counted in.
+
+    Args:
+        model: Pure forward functions.
+        params: The model's parameters.
+        length: Cache length in tokens.
+        slots: The most that are wanted.
+        epsilons: Thresholds; where they part, each may hold a copy in host memory.
+
+    Returns:
+        Between 1 and `slots`: at most 0.3 of the free host memory, or half of what the
+        accelerator has left.
+    """
+    shapes = jax.tree.leaves(jax.eval_shape(lambda p: model.init_cache(p, 1, length), params))
+    each = sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes) / 2
+    free = 0.3 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        left = 0.5 * (stats["bytes_limit"] - stats["bytes_in_use"])
+        return int(min(max(left // each - 1, 1), max(free // (each * epsilons), 1), slots))
+    # A candidate's undo copies and the spare slot double the need.
+    return int(min(max(free // (each * (epsilons + 1)), 1), slots))
 
 
 class Engine:
@@ -143,6 +174,7 @@ class Engine:
         parked: deque[tuple[Search, Any]] = deque()
         done: dict[int, list[Cover]] = {}
         seats: list[_Seat] = []
+        settled = 0.0
         cache = self.model.init_cache(self.params, self.slots, self.cache_length)
         while True:
             cache, failures = self._seat(seats, parked, source, thresholds, cache)
@@ -151,9 +183,12 @@ class Engine:
                 return
             batch = self._plan(seats)
             cache = self._run_batch(batch, cache)
+            cache, finished = self._settle(seats, parked, cache)
+            open_work = sum(x.work for x in [*(s.search for s in seats), *(p[0] for p in parked)])
+            settled += sum(x.work for x in finished if isinstance(x, Search))
+            self.stats.work = (settled + open_work) / len(thresholds)
             if on_step:
                 on_step(self.stats)
-            cache, finished = self._settle(seats, parked, cache)
             for item in finished:
                 if isinstance(item, Failure):
                     self.stats.finished += 1

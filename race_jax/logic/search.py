@@ -59,6 +59,7 @@ class Search:
         self.turn: int | None = None
         self.full = self.current = np.zeros(0)
         self._load(trajectory.assemble(), 0)
+        self.length = self.stop
         for ledger in self.ledgers:
             ledger.minimum = ledger.naive = self.stop
 
@@ -90,6 +91,14 @@ class Search:
     def promising(self) -> bool:
         """Whether the tested turn's own action has passed, so that most likely all will."""
         return self.turn is not None and len(self.decreases) > 0
+
+    @property
+    def work(self) -> float:
+        """Input tokens times thresholds, times the share of the passes that are done."""
+        passes = 1 + sum(t > 0 for t in self.trajectory.reasoned)
+        begun = 0 if self.turn is None else passes - len(self.untested) - 1
+        current = 1 - self.rest / max(self.stop - self.start, 1)
+        return self.length * len(self.ledgers) * min(begun + current, passes) / passes
 
     def advance(self, tokens: int, charged: int) -> None:
         """Note that the next `tokens` were given to the model, in rows of `charged` tokens."""

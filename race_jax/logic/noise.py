@@ -1,0 +1,53 @@
+"""How far a likelihood moves when nothing but the arithmetic's order changes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+
+from race_jax.logic.cover import last_scored
+from race_jax.logic.engine import Engine, Failure
+from race_jax.logic.scoring import Scorer, bucket_length
+from race_jax.types import TokenTrajectory
+
+
+def freeze(trajectory: TokenTrajectory) -> TokenTrajectory:
+    """The same sequence with nothing to test: every turn's reasoning becomes its skip form."""
+    turns = tuple(
+        dataclasses.replace(turn, reasoning=(), skip=turn.reasoning or turn.skip)
+        for turn in trajectory.turns
+    )
+    return dataclasses.replace(trajectory, turns=turns)
+
+
+def noise_floor(engine: Engine, scorer: Scorer, trajectories: Iterable[TokenTrajectory]) -> float:
+    """The largest difference between two computations of the same action likelihoods.
+
+    One goes through the engine's cached rows, the other through a whole uncached pass in the next
+    padding bucket: other shapes, other chunks, the same mathematics.
+
+    Args:
+        engine: The engine whose decisions are to be judged.
+        scorer: Uncached passes of the same checkpoint.
+        trajectories: A few samples.
+
+    Returns:
+        max_j |l_j - l'_j| over all actions of the samples, nats per token; 0 without samples.
+
+    Raises:
+        ValueError: A sample cannot be scored.
+    """
+    largest = 0.0
+    for trajectory in trajectories:
+        frozen = freeze(trajectory)
+        (result,) = engine.run([frozen], [0.0])
+        if isinstance(result, Failure):
+            raise ValueError(f"trajectory {result.id}: {result.reason}")
+        sequence = frozen.assemble()
+        length = last_scored(sequence, len(frozen.turns) - 1)
+        bucket = bucket_length(bucket_length(length) + 1)
+        other = scorer.score(sequence, bucket=bucket)
+        largest = max(largest, float(np.abs(result[0].loglik_full - other).max()))
+    return largest

@@ -1,0 +1,118 @@
+"""The command line: `race-jax COMMAND`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """Where a command's function lives; it is imported only when it runs."""
+
+    module: str
+    function: str
+    help: str
+
+
+COMMANDS = {
+    ("quickstart",): Command(
+        "race_jax.train.quickstart",
+        "quickstart",
+        "train a tiny model from scratch, run LoGiC with it, write a report",
+    ),
+    ("logic",): Command(
+        "race_jax.train.logic_cli",
+        "logic",
+        "find the turns of finished trajectories that can go without their reasoning",
+    ),
+    ("report",): Command(
+        "race_jax.train.report_cli", "report", "turn LoGiC's output into one readable page"
+    ),
+    ("trajectories", "check"): Command(
+        "race_jax.train.trajectories_cli", "check", "name every faulty line of a trajectory file"
+    ),
+    ("trajectories", "convert"): Command(
+        "race_jax.train.trajectories_cli", "convert", "rewrite a trajectory file as chat messages"
+    ),
+}
+"""Every command, by the words that call it."""
+
+POSITIONAL = {"report", "check", "convert"}
+"""Functions whose required parameters are given without a flag."""
+
+
+def usage() -> str:
+    """What `race-jax --help` prints."""
+    width = max(len(" ".join(words)) for words in COMMANDS)
+    lines = [f"  {' '.join(words):{width}}  {c.help}" for words, c in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: race-jax COMMAND [options]",
+            "",
+            "Train language-model agents that think only when thinking pays.",
+            "",
+            *lines,
+            "",
+            "race-jax COMMAND --help tells a command's options.",
+        ]
+    )
+
+
+def find(arguments: Sequence[str]) -> tuple[Command, list[str], str] | None:
+    """The command that the first words name, its arguments, and its words."""
+    for words, command in COMMANDS.items():
+        if tuple(arguments[: len(words)]) == words:
+            return command, list(arguments[len(words) :]), " ".join(words)
+    return None
+
+
+def call(function: Callable[..., int], arguments: Sequence[str], words: str) -> int:
+    """Parse `arguments` by the function's signature and docstring, and call it."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(prog=f"race-jax {words}", description=first_line(function))
+    parser.add_function_arguments(function, as_positional=function.__name__ in POSITIONAL)
+    parsed = parser.instantiate_classes(parser.parse_args(list(arguments)))
+    return function(**vars(parsed))
+
+
+def first_line(function: Callable[..., int]) -> str:
+    """A docstring's first line."""
+    return (function.__doc__ or "").strip().splitlines()[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code.
+
+    0: done. 1: done, but some of the input was bad. 2: nothing done, the call is at fault. 130:
+    interrupted.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else 2
+    found = find(arguments)
+    if found is None:
+        print(usage(), file=sys.stderr)
+        print(f"\nrace-jax: no command {' '.join(arguments[:2])!r}", file=sys.stderr)
+        return 2
+    command, rest, words = found
+    function = getattr(importlib.import_module(command.module), command.function)
+    try:
+        return call(function, rest, words)
+    except (ValueError, OSError) as error:
+        print(f"race-jax {words}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(
+            f"\nrace-jax {words}: interrupted; what was finished is kept, and the same command "
+            "goes on from there",
+            file=sys.stderr,
+        )
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

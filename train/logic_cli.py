@@ -1,0 +1,369 @@
+"""`race-jax logic`: which turns of finished trajectories can go without their reasoning."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from race_jax.chat import Renderer, family_of, renderer_for
+from race_jax.logic.cover import check_epsilons, last_scored
+from race_jax.logic.engine import Engine, Failure, Stats, fit_slots
+from race_jax.logic.noise import noise_floor
+from race_jax.logic.records import cover_record
+from race_jax.logic.scoring import Scorer
+from race_jax.models import Model, load_config, load_model
+from race_jax.report import summary_table
+from race_jax.tokenizer import load_tokenizer
+from race_jax.train.progress import Meter
+from race_jax.train.runtime import enable_compilation_cache, model_fingerprint
+from race_jax.trajectories import Fault, JsonlLog, read
+from race_jax.types import TokenTrajectory, Trajectory
+
+DTYPES = ("float32", "bfloat16")
+CALIBRATION = 2
+"""Trajectories whose likelihoods are computed twice to measure the noise floor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a usable trajectory stands in the input, and what scoring it takes."""
+
+    index: int
+    id: str
+    digest: str
+    tokens: int
+    turns: int
+
+
+def parse_epsilons(text: str) -> tuple[float, ...]:
+    """Thresholds from `0.001` or `0.001,0.01`.
+
+    Raises:
+        ValueError: A part is not a finite number of at least 0.
+    """
+    values = []
+    for part in str(text).split(","):
+        try:
+            values.append(float(part))
+        except ValueError:
+            raise ValueError(
+                f"--epsilon {text}: {part!r} is not a number; write thresholds in nats per token, "
+                "separated by commas, such as 0.001,0.01"
+            ) from None
+    return check_epsilons(values)
+
+
+def digest_of(tokens: TokenTrajectory) -> str:
+    """A short name for exactly these token ids and segments."""
+    ids: list[int] = [*tokens.prompt]
+    for turn in tokens.turns:
+        for part in (turn.reasoning, turn.skip, turn.action, turn.observation):
+            ids += [-1, *part]
+    return hashlib.sha256(np.asarray(ids, np.int64).tobytes()).hexdigest()[:12]
+
+
+class Survey:
+    """The input file, read once for lengths and faults, and again for the work.
+
+    Only names and lengths are kept, so the file may be larger than memory.
+    """
+
+    def __init__(self, path: str, renderer: Renderer, context: int, vocab: int):
+        """Prepare to read `path`; nothing is read yet."""
+        self.path, self.renderer, self.context, self.vocab = path, renderer, context, vocab
+        self.sources: list[Source] = []
+        self.faults = 0
+
+    def load(self, limit: int | None) -> Iterator[str]:
+        """Note every usable trajectory's length; yields what is wrong with each bad one."""
+        for index, item in enumerate(read(self.path)):
+            if limit is not None and len(self.sources) >= limit:
+                return
+            try:
+                if isinstance(item, Fault):
+                    raise ValueError(f"line {item.line}: {item.rule}: {item.message}")
+                self.sources.append(self._source(index, item))
+            except ValueError as error:
+                self.faults += 1
+                yield f"{self.path}: {error}"
+
+    def _source(self, index: int, item: Trajectory) -> Source:
+        tokens = self.renderer.encode(item)
+        sequence = tokens.assemble()
+        length = last_scored(sequence, len(tokens.turns) - 1)
+        if length > self.context:
+            raise ValueError(
+                f"trajectory {item.id}: {length} tokens to score, but the model's context is "
+                f"{self.context}; shorten it, or use a checkpoint with a longer context"
+            )
+        if int(sequence.tokens.max()) >= self.vocab:
+            raise ValueError(
+                f"trajectory {item.id}: token id {int(sequence.tokens.max())} is outside the "
+                f"model's vocabulary of {self.vocab}; tokenizer and model do not belong together"
+            )
+        return Source(index, item.id, digest_of(tokens), length, len(tokens.turns))
+
+    def trajectories(self, wanted: set[int]) -> Iterator[tuple[Trajectory, TokenTrajectory]]:
+        """The trajectories of these indices, read and rendered anew."""
+        for index, item in enumerate(read(self.path)):
+            if index in wanted and isinstance(item, Trajectory):
+                yield item, self.renderer.encode(item)
+
+
+def already_done(
+    log: JsonlLog, settings: dict[str, Any], epsilons: tuple[float, ...], save_tokens: bool
+) -> dict[tuple[str, float], str]:
+    """The results that the output holds already: (id, epsilon) -> digest of what was scored.
+
+    Raises:
+        ValueError: The output was made with other settings.
+    """
+    done: dict[tuple[str, float], str] = {}
+    for record in log.records():
+        made = {key: record.get(key) for key in settings} | {"save_tokens": "tokens" in record}
+        mine = settings | {"save_tokens": save_tokens}
+        # The fingerprint decides whether it is the same model, wherever it lies.
+        differing = [key for key in mine if key != "model" and made[key] != mine[key]]
+        epsilon = record.get("epsilon")
+        if not differing and epsilon not in epsilons:
+            made["epsilon"], mine["epsilon"] = epsilon, ",".join(map(str, epsilons))
+            differing = ["epsilon"]
+        if differing:
+            what = "; ".join(f"{key} was {made[key]}, now {mine[key]}" for key in differing)
+            raise ValueError(
+                f"{log.path} was made with other settings ({what}): name another --out, or repeat "
+                "the settings it was made with"
+            )
+        done[str(record.get("id")), float(epsilon)] = str(record.get("input_id"))
+    return done
+
+
+def still_pending(
+    sources: list[Source], done: dict[tuple[str, float], str], epsilons: tuple[float, ...], out: str
+) -> list[Source]:
+    """The trajectories that lack a result at any threshold.
+
+    Raises:
+        ValueError: The output holds a result of another trajectory under the same name.
+    """
+    for source in sources:
+        for epsilon in epsilons:
+            if done.get((source.id, epsilon), source.digest) != source.digest:
+                raise ValueError(
+                    f"{out} holds a result for trajectory {source.id} with other content: the "
+                    "input file changed; name another --out"
+                )
+    return [s for s in sources if any((s.id, epsilon) not in done for epsilon in epsilons)]
+
+
+@dataclasses.dataclass
+class Run:
+    """One run over the pending trajectories."""
+
+    survey: Survey
+    network: Model
+    settings: dict[str, Any]
+    epsilons: tuple[float, ...]
+    console: Console
+    slots: int
+    rows: int
+    row_tokens: int
+    floor: float | None = None
+
+    def write(
+        self, log: JsonlLog, pending: list[Source], done: dict, *, save_tokens: bool, strict: bool
+    ) -> int:
+        """Append a record per trajectory and threshold; returns how many trajectories failed."""
+        failures = 0
+        digests = {source.id: source.digest for source in pending}
+        with Meter(self.console, "LoGiC", sum(s.tokens for s in pending)) as meter:
+            finished = 0
+            for group in group_by_length(pending):
+                engine = self._engine(group)
+                self._measure(engine, group)
+                update = functools.partial(show, meter, finished, engine.stats.tokens)
+                originals: dict[str, tuple[Trajectory, TokenTrajectory]] = {}
+                for result in engine.run(self._feed(group, originals), self.epsilons, update):
+                    if isinstance(result, Failure):
+                        failures += 1
+                        self.console.print(f"bad trajectory: {result.id}: {result.reason}")
+                        if strict:
+                            return failures
+                        continue
+                    trajectory, tokens = originals.pop(result[0].id)
+                    records = [
+                        self._record(cover, trajectory, tokens, digests, save_tokens)
+                        for cover in result
+                        if (cover.id, cover.epsilon) not in done
+                    ]
+                    log.extend(records)
+                finished += sum(s.tokens for s in group)
+        return failures
+
+    def _engine(self, group: list[Source]) -> Engine:
+        length = max(source.tokens for source in group)
+        slots = min(self.slots, len(group))
+        slots = fit_slots(
+            self.network, self.network.params, length + self.row_tokens, slots, len(self.epsilons)
+        )
+        return Engine(
+            self.network,
+            self.network.params,
+            length=length,
+            slots=slots,
+            rows=self.rows,
+            row_tokens=self.row_tokens,
+        )
+
+    def _measure(self, engine: Engine, group: list[Source]) -> None:
+        """Measure the noise floor once per run, on the first trajectories of the first group."""
+        if self.floor is not None:
+            return
+        wanted = {source.index for source in group[:CALIBRATION]}
+        samples = [tokens for _, tokens in self.survey.trajectories(wanted)]
+        scorer = Scorer(self.network, self.network.params)
+        self.floor = float(f"{noise_floor(engine, scorer, samples):.3g}")
+        self.console.print(f"noise floor {self.floor:.1e} nats per token ({self.settings['dtype']})")
+        low = [epsilon for epsilon in self.epsilons if epsilon <= self.floor]
+        if low:
+            self.console.print(
+                f"warning: the noise floor is above epsilon {', '.join(map(str, low))}: decisions "
+                "there measure rounding; use --dtype float32 or a larger epsilon"
+            )
+
+    def _feed(self, group: list[Source], originals: dict) -> Iterator[TokenTrajectory]:
+        for trajectory, tokens in self.survey.trajectories({s.index for s in group}):
+            originals[tokens.id] = trajectory, tokens
+            yield tokens
+
+    def _record(self, cover, trajectory, tokens, digests, save_tokens) -> dict[str, Any]:
+        assert self.floor is not None
+        renderer = self.survey.renderer
+        gone = {t for t in range(len(tokens.turns)) if t in cover.removed}
+        if trajectory.messages:
+            messages = renderer.compress(trajectory, gone)
+        else:
+            messages = renderer.decode(tokens, gone)
+        record = cover_record(
+            cover,
+            tokens,
+            trajectory,
+            messages,
+            noise_floor=self.floor,
+            opener=renderer.opener_len,
+            save_tokens=save_tokens,
+        )
+        first = {
+            "id": record.pop("id"),
+            "model": self.settings["model"],
+            "epsilon": record.pop("epsilon"),
+            "dtype": self.settings["dtype"],
+            "skip_form": self.settings["skip_form"],
+        }
+        return {
+            **first,
+            **record,
+            "model_id": self.settings["model_id"],
+            "input_id": digests[cover.id],
+        }
+
+
+def show(meter: Meter, finished: float, before: int, stats: Stats) -> None:
+    """Put an engine's state on the meter."""
+    rate = (stats.tokens - before) / max(meter.spent, 1e-9)
+    meter.update(finished + stats.work, f"{stats.finished} done, {rate:,.0f} tokens/s")
+
+
+def group_by_length(sources: list[Source], shortest: int = 2048) -> list[list[Source]]:
+    """Groups that share a cache length, shortest first: powers of two from `shortest` on."""
+
+    def bucket(source: Source) -> int:
+        return max(shortest, 1 << (source.tokens - 1).bit_length())
+
+    ordered = sorted(sources, key=lambda s: (bucket(s), s.index))
+    return [list(group) for _, group in itertools.groupby(ordered, key=bucket)]
+
+
+def logic(
+    model: str,
+    trajectories: str,
+    out: str,
+    epsilon: str = "0.001",
+    dtype: str = "float32",
+    skip_form: str = "close",
+    save_tokens: bool = False,
+    max_trajectories: int | None = None,
+    strict: bool = False,
+    slots: int = 16,
+    rows: int = 32,
+    row_tokens: int = 16,
+) -> int:
+    """Run LoGiC over finished trajectories and write what it decided.
+
+    Args:
+        model: Hugging Face directory of a Qwen2, Qwen2.5 or Qwen3 checkpoint with its tokenizer.
+        trajectories: JSONL of finished trajectories; see docs/trajectories.md for its forms.
+        out: JSONL to append results to, one record per trajectory and threshold. A stopped run
+            continues where it was.
+        epsilon: Threshold in nats per token, or several separated by commas.
+        dtype: Of the trunk, float32 or bfloat16. The head is float32 always.
+        skip_form: How a removed block reads, close (as the policy samples it) or template (the
+            model family's own empty block).
+        save_tokens: Add the token ids of every segment to each record.
+        max_trajectories: Take only the first so many usable trajectories.
+        strict: Stop at the first bad trajectory.
+        slots: Trajectories in flight at most; fewer where memory asks for it.
+        rows: Rows forwarded per step at most.
+        row_tokens: Tokens per row.
+
+    Returns:
+        Exit code: 0, or 1 if any trajectory was bad.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    epsilons = parse_epsilons(epsilon)
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
+    if max_trajectories is not None and max_trajectories < 1:
+        raise ValueError(f"--max-trajectories {max_trajectories}: it must be at least 1")
+    config = load_config(model)
+    family = family_of(config.model_type)
+    renderer = renderer_for(load_tokenizer(model), family, skip_form=skip_form)
+    settings = {
+        "model": model,
+        "model_id": model_fingerprint(model),
+        "dtype": dtype,
+        "skip_form": skip_form,
+    }
+    survey = Survey(trajectories, renderer, config.context_length, config.vocab_size)
+    with JsonlLog(out) as log:
+        done = already_done(log, settings, epsilons, save_tokens)
+        for problem in survey.load(max_trajectories):
+            console.print(f"bad trajectory: {problem}")
+            if strict:
+                console.print("stopped at the first bad trajectory, as --strict asks")
+                return 1
+        pending = still_pending(survey.sources, done, epsilons, out)
+        console.print(
+            f"{len(survey.sources)} trajectories, {sum(s.turns for s in survey.sources)} turns, "
+            f"{sum(s.tokens for s in survey.sources):,} tokens; "
+            f"{len(survey.sources) - len(pending)} already in {out}"
+        )
+        bad = survey.faults
+        if pending:
+            enable_compilation_cache()
+            network = load_model(model, dtype=dtype)
+            run = Run(survey, network, settings, epsilons, console, slots, rows, row_tokens)
+            bad += run.write(log, pending, done, save_tokens=save_tokens, strict=strict)
+        records = list(log.records())
+        if records:
+            console.print(summary_table(records))
+    if bad:
+        console.print(f"{bad} bad trajectories were skipped")
+    return 1 if bad else 0
