@@ -1,0 +1,337 @@
+"""A potion shop: a text world small enough for a model that is trained in minutes on a CPU.
+
+Each task draws fresh facts: `p4:h1` (potion p4 needs herb h1), `h1:s1` (herb h1 lies on shelf s1),
+`s1:r2` (shelf s1 stands in room r2) and `h1~h4` (h4 can stand in for h1). An order names a potion;
+the agent goes to the room of the shelf of its herb, takes the herb, brews the potion and serves it.
+A second order follows, and now and then a shelf is empty: then the substitute must be looked up.
+
+Choosing a room takes several look-ups in a row, more than a shallow network does in one pass, so
+reasoning is needed there. All other actions follow from what stands in the context already. That
+makes the right cover known by construction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from race_jax.envs.word_tokenizer import tool_words
+from race_jax.types import Message, Trajectory
+
+SYSTEM = (
+    "You keep a potion shop.",
+    " p:h tells a potion's herb, h:s a herb's shelf, s:r a shelf's room, h~h a herb's substitute.",
+    " For each order go to the room, take the herb, brew the potion and serve it.",
+)
+"""The system prompt, sentence by sentence."""
+
+ARGUMENTS = {"go": "room", "take": "herb", "brew": "potion", "serve": "potion"}
+"""The tools and the one argument of each."""
+
+_PURPOSE = {
+    "go": "Walk to a room.",
+    "take": "Take a herb.",
+    "brew": "Brew a potion.",
+    "serve": "Serve a potion.",
+}
+
+TOOLS: tuple[dict[str, Any], ...] = tuple(
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": _PURPOSE[name],
+            "parameters": {
+                "type": "object",
+                "properties": {argument: {"type": "string"}},
+                "required": [argument],
+            },
+        },
+    }
+    for name, argument in ARGUMENTS.items()
+)
+"""OpenAI-style schemas of the four tools."""
+
+PHRASES = (
+    "Facts:",
+    "\nOrder:",
+    "Look up",
+    "Look up the substitute",
+    "Now take",
+    "Now brew",
+    "Now serve",
+    "You are in",
+    "You took",
+    "The shelf is empty, there is no",
+    "You brewed",
+    "Served. Next order:",
+    "Served. All orders are done.",
+    "That was wrong.",
+)
+"""All that is said in this world beside facts and names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PotionShopConfig:
+    """Size and difficulty of the world.
+
+    Attributes:
+        size: How many potions, herbs, shelves and rooms there are; at least `2 * orders`.
+        orders: Orders per episode, at least 1.
+        empty_shelf: Probability that one shelf of the episode is found empty, in [0, 1].
+    """
+
+    size: int = 5
+    orders: int = 2
+    empty_shelf: float = 0.6
+
+    def __post_init__(self):
+        if self.orders < 1:
+            raise ValueError(f"orders is {self.orders}; an episode needs at least 1 order")
+        if self.size < max(3, 2 * self.orders):
+            raise ValueError(
+                f"size is {self.size}; with orders={self.orders} it must be at least "
+                f"{max(3, 2 * self.orders)}, so that no two look-ups meet"
+            )
+        if not 0.0 <= self.empty_shelf <= 1.0:
+            raise ValueError(f"empty_shelf is {self.empty_shelf}; it is a probability in [0, 1]")
+
+
+class Step(NamedTuple):
+    """What one action brings.
+
+    Attributes:
+        observation: The world's reply.
+        reward: 1.0 with the last order served, else 0.0.
+        done: Whether the episode is over: all is served, or an action was wrong.
+    """
+
+    observation: str
+    reward: float
+    done: bool
+
+
+class _Turn(NamedTuple):
+    """One right action: what to think, call and read, and whether the thought is needed."""
+
+    reasoning: str
+    name: str
+    argument: str
+    observation: str
+    needed: bool
+
+
+class PotionShop:
+    """The world as an environment: `reset` draws a task, `step` takes a tool call.
+
+    Args:
+        config: Size and difficulty.
+    """
+
+    system = "".join(SYSTEM)
+    tools = TOOLS
+
+    def __init__(self, config: PotionShopConfig | None = None):
+        self.config = config or PotionShopConfig()
+        self._script: list[_Turn] = []
+        self._turn = 0
+        self._done = True
+
+    def reset(self, seed: int) -> str:
+        """Start the episode of `seed` and return its task text.
+
+        Args:
+            seed: Any integer; equal seeds give equal tasks.
+        """
+        task, self._script = _draw(random.Random(f"potions {seed}"), self.config)
+        self._turn = 0
+        self._done = False
+        return task
+
+    def step(self, call: Mapping[str, Any]) -> Step:
+        """Carry out one tool call.
+
+        Args:
+            call: `{"name": str, "arguments": mapping}`. Any call but the right one, malformed ones
+                included, ends the episode with reward 0.
+
+        Raises:
+            ValueError: The episode is over or was never started.
+        """
+        if self._done:
+            raise ValueError("the episode is over; call reset(seed) before the next step")
+        right = self._script[self._turn]
+        expected = {ARGUMENTS[right.name]: right.argument}
+        if call.get("name") != right.name or call.get("arguments") != expected:
+            self._done = True
+            return Step("That was wrong.", 0.0, True)
+        self._turn += 1
+        self._done = self._turn == len(self._script)
+        return Step(right.observation, float(self._done), self._done)
+
+    def oracle(self) -> tuple[str, str, dict[str, str], bool]:
+        """The right next turn: reasoning, tool name, arguments, and whether reasoning is needed.
+
+        Raises:
+            ValueError: The episode is over or was never started.
+        """
+        if self._done:
+            raise ValueError("the episode is over; call reset(seed) before oracle()")
+        turn = self._script[self._turn]
+        return turn.reasoning, turn.name, {ARGUMENTS[turn.name]: turn.argument}, turn.needed
+
+
+def oracle_trajectory(seed: int, config: PotionShopConfig | None = None) -> Trajectory:
+    """Solve the task of `seed` with full reasoning at every turn.
+
+    Args:
+        seed: Any integer; equal seeds give equal trajectories.
+        config: Size and difficulty.
+
+    Returns:
+        A successful trajectory. `extra["needed"]` holds one bool per turn: whether that turn's
+        reasoning is needed by construction.
+    """
+    world = PotionShop(config)
+    messages: list[Message] = [
+        {"role": "system", "content": world.system},
+        {"role": "user", "content": world.reset(seed)},
+    ]
+    needed: list[bool] = []
+    done, reward = False, 0.0
+    while not done:
+        reasoning, name, arguments, need = world.oracle()
+        call_id = f"call_{len(needed) + 1}"
+        function = {"name": name, "arguments": json.dumps(arguments)}
+        messages.append(
+            {
+                "role": "assistant",
+                "content": "",
+                "reasoning_content": reasoning,
+                "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+            }
+        )
+        observation, reward, done = world.step({"name": name, "arguments": arguments})
+        messages.append(
+            {"role": "tool", "tool_call_id": call_id, "name": name, "content": observation}
+        )
+        needed.append(need)
+    return Trajectory(
+        id=f"potions/{seed}",
+        messages=tuple(messages),
+        tools=world.tools,
+        reward=reward,
+        success=reward == 1.0,
+        extra={"env": "potions", "seed": seed, "needed": needed},
+    )
+
+
+def facts(size: int) -> list[str]:
+    """Every fact that a task of this size can state, each with the space before it."""
+    pairs = [(a, b) for a in range(1, size + 1) for b in range(1, size + 1)]
+    chains = [f" {x}{a}:{y}{b}" for x, y in ("ph", "hs", "sr") for a, b in pairs]
+    return chains + [f" h{a}~h{b}" for a, b in pairs if a != b]
+
+
+def names(size: int) -> list[str]:
+    """Every potion, herb, shelf and room."""
+    return [f"{kind}{i}" for kind in "phsr" for i in range(1, size + 1)]
+
+
+def words(size: int) -> list[str]:
+    """Every word of a world of this size, for `word_tokenizer`: each becomes one token."""
+    spaced = [f" {name}" for name in names(size)]
+    said = [*SYSTEM, *PHRASES, *facts(size), *spaced, *names(size)]
+    return said + tool_words(TOOLS)
+
+
+class _Shop(NamedTuple):
+    """The facts of one task, as mappings."""
+
+    herb: dict[str, str]
+    shelf: dict[str, str]
+    room: dict[str, str]
+    substitute: dict[str, str]
+
+    def facts(self) -> list[str]:
+        chains = (*self.herb.items(), *self.shelf.items(), *self.room.items())
+        return [f" {a}:{b}" for a, b in chains] + [f" {a}~{b}" for a, b in self.substitute.items()]
+
+    def way(self, herb: str) -> str:
+        """The look-ups from a herb to its room."""
+        shelf = self.shelf[herb]
+        return f" {herb}:{shelf} {shelf}:{self.room[shelf]}"
+
+
+def _draw(rng: random.Random, config: PotionShopConfig) -> tuple[str, list[_Turn]]:
+    """A task's text and the right actions in order."""
+    shop = _draw_shop(rng, config.size)
+    orders, empty = _draw_orders(rng, shop, config)
+    stated = shop.facts()
+    rng.shuffle(stated)
+    task = f"Facts:{''.join(stated)}\nOrder: {orders[0]}"
+    script: list[_Turn] = []
+    for k, potion in enumerate(orders):
+        last = k + 1 == len(orders)
+        reply = "Served. All orders are done." if last else f"Served. Next order: {orders[k + 1]}"
+        script += _serve_order(shop, potion, k == empty, reply)
+    return task, script
+
+
+def _draw_shop(rng: random.Random, size: int) -> _Shop:
+    def permuted(kind: str) -> list[str]:
+        return rng.sample([f"{kind}{i}" for i in range(1, size + 1)], size)
+
+    herbs = permuted("h")
+    # Each herb's substitute is the next one in a random cycle, so none stands in for itself.
+    ring = permuted("h")
+    return _Shop(
+        herb=dict(zip(permuted("p"), herbs, strict=True)),
+        shelf=dict(zip(herbs, permuted("s"), strict=True)),
+        room=dict(zip(permuted("s"), permuted("r"), strict=True)),
+        substitute=dict(zip(ring, ring[1:] + ring[:1], strict=True)),
+    )
+
+
+def _draw_orders(
+    rng: random.Random, shop: _Shop, config: PotionShopConfig
+) -> tuple[list[str], int | None]:
+    """The ordered potions, and which order meets an empty shelf.
+
+    No herb is looked up twice in an episode: otherwise earlier reasoning would answer a later
+    look-up, and what a turn needs would depend on the draw.
+    """
+    empty = rng.randrange(config.orders) if rng.random() < config.empty_shelf else None
+    while True:
+        orders = rng.sample(sorted(shop.herb), config.orders)
+        herbs = [shop.herb[potion] for potion in orders]
+        if empty is None or shop.substitute[herbs[empty]] not in herbs:
+            return orders, empty
+
+
+def _serve_order(shop: _Shop, potion: str, empty: bool, reply: str) -> list[_Turn]:
+    """The right turns from an order to its serving; `reply` is what serving brings."""
+    herb = shop.herb[potion]
+    room = shop.room[shop.shelf[herb]]
+    turns = [_Turn(f"Look up {potion}:{herb}{shop.way(herb)}", "go", room, _in(room), True)]
+    if empty:
+        missing = f"The shelf is empty, there is no {herb}"
+        turns.append(_Turn(f"Now take {herb}", "take", herb, missing, False))
+        other = shop.substitute[herb]
+        room = shop.room[shop.shelf[other]]
+        thought = f"Look up the substitute {herb}~{other}{shop.way(other)}"
+        turns.append(_Turn(thought, "go", room, _in(room), True))
+        herb = other
+    return [
+        *turns,
+        _Turn(f"Now take {herb}", "take", herb, f"You took {herb}", False),
+        _Turn(f"Now brew {potion}", "brew", potion, f"You brewed {potion}", False),
+        _Turn(f"Now serve {potion}", "serve", potion, reply, False),
+    ]
+
+
+def _in(room: str) -> str:
+    return f"You are in {room}"
