@@ -155,6 +155,4 @@ def find_cover(trajectory: TokenTrajectory, score: Score, epsilon: float = EPSIL
         if accepted:
             removed.append(t)
             current = np.concatenate([current[:t], values[t:]])
-    return Cover(
-        trajectory.id, epsilon, tuple(removals), full, current, naive, minimum, naive
-    )
+    return Cover(trajectory.id, epsilon, tuple(removals), full, current, naive, minimum, naive)

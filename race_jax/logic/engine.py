@@ -266,9 +266,7 @@ class Engine:
             slots[first : first + rows] = seat.slot
             starts[first : first + rows] = begin + size * np.arange(rows)
             owners += [seat] * rows
-            aims = begin + 1 + np.flatnonzero(
-                search.is_target[begin + 1 : begin + 1 + len(taken)]
-            )
+            aims = begin + 1 + np.flatnonzero(search.is_target[begin + 1 : begin + 1 + len(taken)])
             targets.append((seat, first * size + aims - 1 - begin, aims))
             if rows:
                 search.advance(len(taken), rows * size)

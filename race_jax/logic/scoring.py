@@ -13,7 +13,7 @@ from race_jax.types import Assembled, LanguageModel, Params
 
 
 def bucket_length(length: int, *, smallest: int = 64) -> int:
-    """The padded length for `length` tokens: four steps per doubling, so at most a quarter is lost.
+    """The padded length for `length` tokens: two steps per doubling, 64, 96, 128, 192, 256 ...
 
     Args:
         length: Tokens, at least 1.
@@ -21,7 +21,7 @@ def bucket_length(length: int, *, smallest: int = 64) -> int:
     """
     if length <= smallest:
         return smallest
-    step = 1 << max((length - 1).bit_length() - 3, 0)
+    step = 1 << max((length - 1).bit_length() - 2, 0)
     return -(-length // step) * step
 
 

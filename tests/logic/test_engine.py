@@ -1,0 +1,193 @@
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from toy import ToyModel, random_trajectory
+
+from race_jax.logic.cover import find_cover
+from race_jax.logic.engine import Engine, Failure, fit_slots
+from race_jax.logic.noise import freeze, noise_floor
+from race_jax.logic.scoring import Scorer
+from race_jax.types import TokenTrajectory, TokenTurn
+
+MODEL = ToyModel()
+PARAMS = MODEL.init()
+EPSILONS = (0.001, 0.05, 0.3, 1.0, 3.0)
+TRAJECTORIES = [random_trajectory(seed, 1 + seed % 9) for seed in range(12)]
+LENGTH = max(len(t.assemble().tokens) for t in TRAJECTORIES)
+SCORER = Scorer(MODEL, PARAMS)
+
+
+def make(**sizes):
+    return Engine(MODEL, PARAMS, length=LENGTH, **sizes)
+
+
+def assert_same(got, want):
+    assert [(r.turn, r.accepted, len(r.decreases)) for r in got.removals] == [
+        (r.turn, r.accepted, len(r.decreases)) for r in want.removals
+    ]
+    for a, b in zip(got.removals, want.removals, strict=True):
+        np.testing.assert_allclose(a.decreases, b.decreases, atol=1e-5)
+    np.testing.assert_allclose(got.loglik_full, want.loglik_full, atol=1e-5)
+    np.testing.assert_allclose(got.loglik_final, want.loglik_final, atol=1e-5)
+    assert (got.tokens_minimum, got.tokens_naive) == (want.tokens_minimum, want.tokens_naive)
+    assert got.tokens_minimum <= got.tokens_forwarded
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"slots": 16, "rows": 32, "row_tokens": 16},
+        {"slots": 3, "rows": 8, "row_tokens": 4},
+        {"slots": 1, "rows": 1, "row_tokens": 5},
+        {"slots": 2, "rows": 64, "row_tokens": 2},
+    ],
+)
+def test_equals_algorithm_1_at_every_threshold(sizes):
+    results = {covers[0].id: covers for covers in make(**sizes).run(TRAJECTORIES, EPSILONS)}
+    assert sorted(results) == sorted(t.id for t in TRAJECTORIES)
+    shares = set()
+    for trajectory in TRAJECTORIES:
+        covers = results[trajectory.id]
+        assert [c.epsilon for c in covers] == list(EPSILONS)
+        for cover in covers:
+            assert_same(cover, find_cover(trajectory, SCORER.score, cover.epsilon))
+            shares.add(len(cover.removed) / max(len(cover.removals), 1))
+    # The sample holds rejected, mixed and accepted trajectories, so all paths were taken.
+    assert {0.0, 1.0} < shares
+
+
+def test_thresholds_together_decide_as_each_alone():
+    together = {c[0].id: c for c in make().run(TRAJECTORIES, EPSILONS)}
+    for index, epsilon in enumerate(EPSILONS):
+        for (alone,) in make().run(TRAJECTORIES, [epsilon]):
+            assert_same(together[alone.id][index], alone)
+
+
+def test_thresholds_together_forward_less_than_each_alone():
+    together = make()
+    list(together.run(TRAJECTORIES, EPSILONS))
+    alone = 0
+    for epsilon in EPSILONS:
+        engine = make()
+        list(engine.run(TRAJECTORIES, [epsilon]))
+        alone += engine.stats.tokens
+    assert together.stats.tokens < 0.6 * alone
+
+
+def test_the_engine_can_run_again():
+    engine = make(slots=2)
+    first = {c[0].id: c[0] for c in engine.run(TRAJECTORIES, [0.3])}
+    for (again,) in engine.run(TRAJECTORIES, [0.3]):
+        assert_same(again, first[again.id])
+
+
+def test_programs_do_not_grow_with_trajectories():
+    engine = make(slots=4, rows=16, row_tokens=8)
+    list(engine.run([random_trajectory(s, 1 + s % 7) for s in range(50)], [0.3]))
+    assert engine._step._cache_size() <= len(engine.buckets)
+
+
+def test_rows_forwarded_come_close_to_the_minimum():
+    engine = make(slots=8, rows=16, row_tokens=2)
+    covers = [c[0] for c in engine.run(TRAJECTORIES, [0.3])]
+    minimum = sum(c.tokens_minimum for c in covers)
+    assert minimum <= sum(c.tokens_forwarded for c in covers) <= engine.stats.tokens
+    assert engine.stats.tokens < 1.1 * minimum
+
+
+def test_trajectories_are_taken_as_slots_become_free():
+    taken = []
+
+    def source():
+        for trajectory in TRAJECTORIES:
+            taken.append(trajectory.id)
+            yield trajectory
+
+    run = make(slots=2).run(source(), [0.3])
+    next(run)
+    assert len(taken) < len(TRAJECTORIES)
+    run.close()
+
+
+def test_one_turn_and_no_reasoning_need_one_pass():
+    bare = TokenTrajectory(
+        "bare", (3, 4), tuple(TokenTurn((), (1, 2), (5, 6), (7,)) for _ in range(3))
+    )
+    single = TokenTrajectory("single", (3, 4), (TokenTurn((8, 1, 2), (1, 2), (5,), ()),))
+    for (cover,) in make().run([bare, single], [0.1]):
+        assert cover.removals == () and cover.tokens_minimum == cover.tokens_naive
+        np.testing.assert_array_equal(cover.loglik_full, cover.loglik_final)
+
+
+def test_a_bad_trajectory_costs_only_itself():
+    # Token 31's embedding is not a number: the likelihoods that see it are none either.
+    params = dict(PARAMS, embed=PARAMS["embed"].at[31].set(np.nan))
+    sound = [random_trajectory(seed, 4, vocab=31) for seed in range(6)]
+    poison = TokenTurn((3, 31, 2), (1, 2), (5, 6), (7,))
+    bad = dataclasses.replace(sound[0], id="bad", turns=(*sound[0].turns[:2], poison))
+    engine = Engine(MODEL, params, length=LENGTH, slots=3)
+    results = list(engine.run([*sound[:3], bad, *sound[3:]], EPSILONS))
+    failures = [r for r in results if isinstance(r, Failure)]
+    assert [f.id for f in failures] == ["bad"]
+    assert "is nan" in failures[0].reason
+    assert sorted(c[0].id for c in results if not isinstance(c, Failure)) == sorted(
+        t.id for t in sound
+    )
+    assert engine.stats.finished == 7
+
+
+def test_a_failure_under_a_candidate_gives_one_failure_and_no_cover():
+    # The skip form is poisoned, so the full pass is sound and every candidate fails.
+    params = dict(PARAMS, embed=PARAMS["embed"].at[31].set(np.nan))
+    turns = tuple(TokenTurn((3, 4, 2), (31,), (5, 6), (7,)) for _ in range(4))
+    bad = TokenTrajectory("bad", (3, 4), turns)
+    results = list(Engine(MODEL, params, length=LENGTH).run([bad], EPSILONS))
+    assert [type(r) for r in results] == [Failure]
+
+
+def test_a_trajectory_longer_than_the_engine_is_named():
+    long = random_trajectory(1, 30)
+    results = list(make().run([long, TRAJECTORIES[0]], [0.1]))
+    assert isinstance(results[0], Failure) and results[0].id == long.id
+    assert str(LENGTH) in results[0].reason
+    assert len(results) == 2
+
+
+def test_progress_rises_to_the_input_s_length():
+    seen = []
+    list(make(slots=3).run(TRAJECTORIES, EPSILONS, lambda stats: seen.append(stats.work)))
+    assert all(a <= b + 1e-6 for a, b in itertools.pairwise(seen))
+    total = sum(int(t.assemble().actions[-1, 1]) - 1 for t in TRAJECTORIES)
+    np.testing.assert_allclose(seen[-1], total)
+
+
+def test_noise_floor_is_small_in_float32_and_seen_when_arithmetic_differs():
+    floor = noise_floor(make(), SCORER, TRAJECTORIES[:2])
+    assert 0 <= floor < 1e-5
+    other = Scorer(MODEL, dict(PARAMS, mix=PARAMS["mix"] * 1.01))
+    assert noise_floor(make(), other, TRAJECTORIES[:2]) > 1e-4
+
+
+def test_freezing_keeps_the_sequence_and_leaves_nothing_to_test():
+    for trajectory in TRAJECTORIES:
+        frozen = freeze(trajectory)
+        assert frozen.reasoned == ()
+        np.testing.assert_array_equal(frozen.assemble().tokens, trajectory.assemble().tokens)
+
+
+@pytest.mark.parametrize("name", ["slots", "rows", "row_tokens"])
+def test_sizes_must_be_positive(name):
+    with pytest.raises(ValueError, match=f"{name} is 0"):
+        make(**{name: 0})
+
+
+def test_the_context_bounds_the_length():
+    with pytest.raises(ValueError, match="context is 4096"):
+        Engine(MODEL, PARAMS, length=5000)
+
+
+def test_slots_shrink_with_memory_but_never_vanish():
+    assert fit_slots(MODEL, PARAMS, 100, 16) == 16
+    assert fit_slots(MODEL, PARAMS, 10**12, 16) == 1
