@@ -149,11 +149,15 @@ class Renderer:
             tools: Tool schemas.
         """
         check_roles(messages)
-        system, rest = None, messages
+        system, begin = None, 0
         if messages and messages[0]["role"] == "system":
-            system, rest = text_of(messages[0]), messages[1:]
+            begin = 1
+            try:
+                system = text_of(messages[0])
+            except ValueError as error:
+                raise ValueError(f"message 1: {error}") from error
         block = system_block(self.family, system, tools)
-        return self.codec.encode(block + self._history(rest)) + self.generation_prompt
+        return self.codec.encode(block + self._history(messages, begin)) + self.generation_prompt
 
     def observation_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Ids between a turn's `<|im_end|>` and the next turn's first own token.
@@ -163,8 +167,8 @@ class Renderer:
         """
         return self._observation(messages) + self.generation_prompt
 
-    def _observation(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return self.codec.encode("\n" + self._history(messages))
+    def _observation(self, messages: Sequence[Message], begin: int = 0) -> tuple[int, ...]:
+        return self.codec.encode("\n" + self._history(messages, begin))
 
     def _turn(self, number: int, messages: Sequence[Message], begin: int, end: int) -> TokenTurn:
         """Turn `number`, taken by message `begin` and observed up to before message `end`."""
@@ -173,11 +177,11 @@ class Renderer:
             if not action.removesuffix(IM_END).strip():
                 raise ValueError("its action is empty: neither content nor tool calls")
             thought = f"{self._opener}{reasoning}\n{_CLOSER}"
-            following = messages[begin + 1 : end]
+            observation = ()
+            if begin + 1 < end or end < len(messages):
+                observation = self._observation(messages[:end], begin + 1)
             if end < len(messages):
-                observation = self.observation_ids(following)
-            else:
-                observation = self._observation(following) if following else ()
+                observation += self.generation_prompt
             return TokenTurn(
                 self.codec.encode(thought) if reasoning else (),
                 self.skip_ids,
@@ -196,26 +200,34 @@ class Renderer:
         gap = self.family.call_gap if content and calls else ""
         return self.family.trim_reasoning(parts.reasoning), content + gap + calls + IM_END
 
-    def _history(self, messages: Sequence[Message]) -> str:
-        """The marked string of messages that are not turns; replies in a row share one block."""
+    def _history(self, messages: Sequence[Message], begin: int = 0) -> str:
+        """The marked string of messages from `begin` on, none of them a turn."""
         parts: list[str] = []
-        for n, message in enumerate(messages):
-            role = message["role"]
-            if role == "assistant":
-                reasoning, action = self._assistant(message)
-                thought = f"{OPENER}{reasoning}\n{_CLOSER}" if reasoning else ""
-                parts.append(f"{_ASSISTANT}{thought}{action}\n")
-                continue
-            text = self.family.trim_other(text_of(message))
-            if role == "tool":
-                first = n == 0 or messages[n - 1]["role"] != "tool"
-                last = n + 1 == len(messages) or messages[n + 1]["role"] != "tool"
-                parts.append(f"{IM_START}user" if first else "")
-                parts.append(f"\n{RESPONSE}\n{text}\n{END_RESPONSE}")
-                parts.append(f"{IM_END}\n" if last else "")
-            else:
-                parts.append(f"{IM_START}{role}\n{text}{IM_END}\n")
+        for n in range(begin, len(messages)):
+            try:
+                parts.append(self._context_message(messages, n, begin))
+            except ValueError as error:
+                raise ValueError(f"message {n + 1}: {error}") from error
         return "".join(parts)
+
+    def _context_message(self, messages: Sequence[Message], n: int, begin: int) -> str:
+        """Message `n` as a marked string; tool replies in a row share one user block."""
+        message, role = messages[n], messages[n].get("role")
+        if is_turn(message):
+            raise ValueError("it is a turn of the policy; use `encode`, or give it `loss` false")
+        if role == "assistant":
+            reasoning, action = self._assistant(message)
+            thought = f"{OPENER}{reasoning}\n{_CLOSER}" if reasoning else ""
+            return f"{_ASSISTANT}{thought}{action}\n"
+        text = self.family.trim_other(text_of(message))
+        if role == "user":
+            return f"{IM_START}user\n{text}{IM_END}\n"
+        if role != "tool":
+            raise ValueError(f"a message of role {role!r} cannot stand here")
+        first = n == begin or messages[n - 1]["role"] != "tool"
+        last = n + 1 == len(messages) or messages[n + 1]["role"] != "tool"
+        head, tail = f"{IM_START}user" if first else "", f"{IM_END}\n" if last else ""
+        return f"{head}\n{RESPONSE}\n{text}\n{END_RESPONSE}{tail}"
 
     def _align(self, tokens: TokenTrajectory) -> TokenTrajectory:
         """Bring ids that were sampled elsewhere into this renderer's layout; none is re-encoded."""

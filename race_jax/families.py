@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from race_jax.tokenizer import CALL, END_CALL, IM_END, IM_START
+from race_jax.tokenizer import CALL, END_CALL, IM_END, IM_START, spell
 from race_jax.toolcalls import CallForm, Tools, dump
 
 _JSON_HEAD = (
@@ -146,5 +146,5 @@ def read_system(family: Family, body: str) -> tuple[str | None, Sequence[Mapping
         lines = before.removeprefix(_XML_HEAD) if found else ""
         system = after.removeprefix("\n\n") if found else body
         absent = bool(found) and not after
-    tools = [json.loads(line) for line in lines.split("\n") if line]
+    tools = [json.loads(spell(line)) for line in lines.split("\n") if line]
     return (None if absent or system == family.default_system else system), tools

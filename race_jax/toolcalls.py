@@ -198,9 +198,12 @@ def _parse_xml(text: str, tools: Tools) -> tuple[str, dict[str, Any], tuple[str,
     rest = body
     for found in _PARAMETER.finditer(body):
         rest = rest.replace(found[0], "", 1)
-        parameter = _PARAMETER_BODY.match(found[1])
-        if parameter is None or "\n<parameter=" in found[1]:
-            notes.append(f"a parameter was left out, it cannot be read: {found[0].strip()!r:.80}")
+        # A tag at the start of a line begins a parameter: one before it was never closed.
+        *unclosed, last = found[1].split("\n<parameter=")
+        parameter = _PARAMETER_BODY.match(last)
+        bad = unclosed if parameter else [*unclosed, last]
+        notes += [f"a parameter was left out, it cannot be read: {text!r:.80}" for text in bad]
+        if parameter is None:
             continue
         key, value = parameter.groups()
         value = value.removesuffix("\n")
