@@ -57,10 +57,11 @@ class ParsedTurn:
 
     def message(self) -> Message:
         """The turn as an assistant message; a malformed call stays in its content as written."""
-        kept = [self.content, *(call.raw for call in self.calls if call.error is not None)]
+        raw = [call.raw for call in self.calls if call.error is not None]
+        content = "\n".join(text for text in (self.content, *raw) if text)
         message: Message = {
             "role": "assistant",
-            "content": "\n".join(text for text in kept if text),
+            "content": self.text if raw and not self.tool_calls else content,
             "reasoning_content": self.reasoning,
         }
         if self.tool_calls:

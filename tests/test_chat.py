@@ -1,4 +1,3 @@
-import dataclasses
 import json
 
 import numpy as np
@@ -6,7 +5,7 @@ import pytest
 
 from race_jax.chat import family_of, renderer_for
 from race_jax.envs.word_tokenizer import word_tokenizer
-from race_jax.types import TokenTrajectory, TokenTurn, Trajectory
+from race_jax.types import TokenTrajectory, Trajectory
 
 FAMILIES = ["qwen2_5", "qwen3", "qwen3_5"]
 FORMS = ["close", "template"]
@@ -292,67 +291,6 @@ def test_prompt_and_observation_for_rollouts(renderer):
         renderer.prompt_ids(messages[:3], [LOOK])
     with pytest.raises(ValueError, match=r"message 1: .* 'system' cannot stand here"):
         renderer.observation_ids(messages[:1])
-
-
-def test_ids_stay_as_they_were_sampled(tokenizer, family):
-    close = renderer_for(tokenizer, family)
-    template = renderer_for(tokenizer, family, skip_form="template")
-    in_close = close.encode(trajectory(episode()))
-    in_template = template.encode(trajectory(episode()))
-    for source in (in_close, in_template):
-        bare = TokenTrajectory(
-            source.id,
-            source.prompt,
-            tuple(TokenTurn(t.reasoning, (), t.action, t.observation) for t in source.turns),
-        )
-        for given in (source, bare):
-            as_ids = Trajectory("t1", (), tokens=given)
-            assert close.encode(as_ids) == in_close
-            assert template.encode(as_ids) == in_template
-            assert close.compress(as_ids, {0}) == close.decode(in_close, {0})
-    # An empty block in other ids was sampled so, and stays.
-    newline = tuple(tokenizer.encode("\n"))
-    turns = list(in_close.turns)
-    turns[1] = TokenTurn((), newline + close.skip_ids, turns[1].action, turns[1].observation)
-    odd = TokenTrajectory("t1", in_close.prompt, tuple(turns))
-    assert close.encode(Trajectory("t1", (), tokens=odd)).turns[1].skip == turns[1].skip
-    moved = template.encode(Trajectory("t1", (), tokens=odd)).assemble().tokens
-    np.testing.assert_array_equal(moved, odd.assemble().tokens)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"prompt": (1, 2)}, "turn 1: the ids before it do not end in the generation prompt"),
-        ({"observation": ()}, "turn 2: the ids before it do not end in the generation prompt"),
-        ({"action": ()}, "turn 1: its action is empty"),
-        ({"reasoning": (1, 2)}, "turn 1: its reasoning holds no '?</think>"),
-        ({"turns": ()}, "no assistant turn"),
-    ],
-)
-def test_faults_of_ids(tokenizer, change, message):
-    renderer = renderer_for(tokenizer, "qwen3")
-    good = renderer.encode(trajectory(episode()))
-    parts = {key: value for key, value in change.items() if key not in ("prompt", "turns")}
-    first = dataclasses.replace(good.turns[0], **parts)
-    turns = change.get("turns", (first, *good.turns[1:]))
-    bad = TokenTrajectory("t1", change.get("prompt", good.prompt), turns)
-    with pytest.raises(ValueError, match=f"trajectory 't1': .*{message}"):
-        renderer.encode(Trajectory("t1", (), tokens=bad))
-
-
-def test_ids_whose_block_is_never_opened_are_refused(tokenizer):
-    close = renderer_for(tokenizer, "qwen3")
-    template = renderer_for(tokenizer, "qwen3", skip_form="template")
-    tokens = template.encode(trajectory(episode()))
-    opener = template.opener_len
-    turns = tuple(
-        TokenTurn(t.reasoning[opener:], (), t.action, t.observation) for t in tokens.turns
-    )
-    bad = TokenTrajectory("t1", tokens.prompt, turns)
-    for renderer in (close, template):
-        with pytest.raises(ValueError, match=r"turn 1: no '<think>.*' comes before its"):
-            renderer.encode(Trajectory("t1", (), tokens=bad))
 
 
 @pytest.mark.parametrize(
