@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from race_jax.chat import Renderer, family_of, renderer_for
+from race_jax.chat import Renderer, renderer_for
+from race_jax.families import family_of
+from race_jax.jsonl import JsonlLog
 from race_jax.logic.cover import check_epsilons, last_scored
 from race_jax.logic.engine import Engine, Failure, Stats, fit_slots
 from race_jax.logic.noise import noise_floor
@@ -23,7 +25,7 @@ from race_jax.report import summary_table
 from race_jax.tokenizer import load_tokenizer
 from race_jax.train.progress import Meter
 from race_jax.train.runtime import enable_compilation_cache, model_fingerprint
-from race_jax.trajectories import Fault, JsonlLog, read
+from race_jax.trajectories import Line, scan
 from race_jax.types import TokenTrajectory, Trajectory
 
 DTYPES = ("float32", "bfloat16")
@@ -35,7 +37,7 @@ CALIBRATION = 2
 class Source:
     """Where a usable trajectory stands in the input, and what scoring it takes."""
 
-    index: int
+    line: int
     id: str
     digest: str
     tokens: int
@@ -83,18 +85,19 @@ class Survey:
 
     def load(self, limit: int | None) -> Iterator[str]:
         """Note every usable trajectory's length; yields what is wrong with each bad one."""
-        for index, item in enumerate(read(self.path)):
+        for line in scan(self.path):
             if limit is not None and len(self.sources) >= limit:
                 return
             try:
-                if isinstance(item, Fault):
-                    raise ValueError(f"line {item.line}: {item.rule}: {item.message}")
-                self.sources.append(self._source(index, item))
+                self.sources.append(self._source(line))
             except ValueError as error:
                 self.faults += 1
-                yield f"{self.path}: {error}"
+                yield f"{self.path}:{line.number}: {error}"
 
-    def _source(self, index: int, item: Trajectory) -> Source:
+    def _source(self, line: Line) -> Source:
+        if line.trajectory is None:
+            raise ValueError("; ".join(f"{f.rule}: {f.message}" for f in line.faults))
+        item = line.trajectory
         tokens = self.renderer.encode(item)
         sequence = tokens.assemble()
         length = last_scored(sequence, len(tokens.turns) - 1)
@@ -108,13 +111,13 @@ class Survey:
                 f"trajectory {item.id}: token id {int(sequence.tokens.max())} is outside the "
                 f"model's vocabulary of {self.vocab}; tokenizer and model do not belong together"
             )
-        return Source(index, item.id, digest_of(tokens), length, len(tokens.turns))
+        return Source(line.number, item.id, digest_of(tokens), length, len(tokens.turns))
 
     def trajectories(self, wanted: set[int]) -> Iterator[tuple[Trajectory, TokenTrajectory]]:
-        """The trajectories of these indices, read and rendered anew."""
-        for index, item in enumerate(read(self.path)):
-            if index in wanted and isinstance(item, Trajectory):
-                yield item, self.renderer.encode(item)
+        """The trajectories on these lines, read and rendered anew."""
+        for line in scan(self.path):
+            if line.number in wanted and line.trajectory is not None:
+                yield line.trajectory, self.renderer.encode(line.trajectory)
 
 
 def already_done(
@@ -203,7 +206,8 @@ class Run:
                         for cover in result
                         if (cover.id, cover.epsilon) not in done
                     ]
-                    log.extend(records)
+                    for record in records:
+                        log.append(record)
                 finished += sum(s.tokens for s in group)
         return failures
 
@@ -226,11 +230,13 @@ class Run:
         """Measure the noise floor once per run, on the first trajectories of the first group."""
         if self.floor is not None:
             return
-        wanted = {source.index for source in group[:CALIBRATION]}
+        wanted = {source.line for source in group[:CALIBRATION]}
         samples = [tokens for _, tokens in self.survey.trajectories(wanted)]
         scorer = Scorer(self.network, self.network.params)
         self.floor = float(f"{noise_floor(engine, scorer, samples):.3g}")
-        self.console.print(f"noise floor {self.floor:.1e} nats per token ({self.settings['dtype']})")
+        self.console.print(
+            f"noise floor {self.floor:.1e} nats per token ({self.settings['dtype']})"
+        )
         low = [epsilon for epsilon in self.epsilons if epsilon <= self.floor]
         if low:
             self.console.print(
@@ -239,7 +245,7 @@ class Run:
             )
 
     def _feed(self, group: list[Source], originals: dict) -> Iterator[TokenTrajectory]:
-        for trajectory, tokens in self.survey.trajectories({s.index for s in group}):
+        for trajectory, tokens in self.survey.trajectories({s.line for s in group}):
             originals[tokens.id] = trajectory, tokens
             yield tokens
 
@@ -287,7 +293,7 @@ def group_by_length(sources: list[Source], shortest: int = 2048) -> list[list[So
     def bucket(source: Source) -> int:
         return max(shortest, 1 << (source.tokens - 1).bit_length())
 
-    ordered = sorted(sources, key=lambda s: (bucket(s), s.index))
+    ordered = sorted(sources, key=lambda s: (bucket(s), s.line))
     return [list(group) for _, group in itertools.groupby(ordered, key=bucket)]
 
 

@@ -1,0 +1,81 @@
+"""`race-jax report`: the HTML page of a LoGiC output file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from race_jax.report import (
+    MAX_TRAJECTORIES,
+    plot_sweep,
+    read_records,
+    summary_table,
+    write_report,
+)
+from race_jax.report_view import visible
+
+SHOWN_FAULTS = 20
+"""How many skipped lines the console names; the page lists more."""
+
+
+def report(
+    file: str,
+    out: str = "report.html",
+    title: str = "LoGiC report",
+    max_trajectories: int = MAX_TRAJECTORIES,
+    plot: str | None = None,
+) -> int:
+    """Show what LoGiC decided: totals on the console, and one self-contained HTML page.
+
+    Args:
+        file: A file that `race-jax logic` wrote.
+        out: The HTML page to write.
+        title: Heading of the page.
+        max_trajectories: How many transcripts the page holds; totals always cover all.
+        plot: A PNG to write with skip share and tokens saved against the threshold.
+
+    Returns:
+        Exit code: 0, or 1 if lines of the file were skipped.
+
+    Raises:
+        ValueError: The file is not there or holds no LoGiC output, or an output would replace it.
+        OSError: A file cannot be read or written.
+    """
+    for target in (out, plot):
+        if target is not None and _same_file(file, target):
+            raise ValueError(f"{target}: the output would replace the input; name another file")
+    faults: list[str] = []
+    records = read_records(file, faults=faults)
+    write_report(
+        records,
+        out,
+        title=title,
+        source=Path(file).name,
+        faults=faults,
+        max_trajectories=max_trajectories,
+    )
+    if plot is not None:
+        plot_sweep(records, plot)
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    for fault in faults[:SHOWN_FAULTS]:
+        errors.print(f"[yellow]skipped:[/] {_plain(fault)}")
+    if len(faults) > SHOWN_FAULTS:
+        errors.print(f"[yellow]skipped:[/] {len(faults) - SHOWN_FAULTS} more lines")
+    console = Console(highlight=False)
+    console.print(summary_table(records))
+    size = Path(out).stat().st_size / 1e6
+    skipped = f", {len(faults)} lines skipped" if faults else ""
+    line = f"{_plain(out)}: {size:.1f} MB from {len(records)} records{skipped}"
+    console.print(line, soft_wrap=True)
+    return 1 if faults else 0
+
+
+def _plain(text: str) -> str:
+    """Text that comes from outside, without markup or control characters."""
+    return escape(str(visible(text)))
+
+
+def _same_file(left: str, right: str) -> bool:
+    return Path(left).exists() and Path(right).exists() and Path(left).samefile(right)
