@@ -115,8 +115,8 @@ class Renderer:
         """A trajectory as token segments.
 
         Args:
-            trajectory: As messages, or as ids: then the ids stay as they were sampled, and only
-                missing skip ids are filled in.
+            trajectory: As messages, or as ids. Those stay as they were sampled; only the opener
+                moves to where this renderer has it, and skip ids become this renderer's.
 
         Raises:
             ValueError: There is no turn, a turn has no action, or a message cannot be rendered;
