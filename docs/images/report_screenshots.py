@@ -1,0 +1,40 @@
+"""Take the report's pictures: PYTHONPATH=tests python docs/images/report_screenshots.py PAGE ...
+
+Arguments: the page, the threshold to show, the trajectory's place on the page from 0, and a turn.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from chromium import Browser
+
+HERE = Path(__file__).parent
+
+
+def main(page: str, epsilon: str, trajectory: str, turn: str) -> None:
+    """Write report-overview, report-transcript, report-dark and report-phone .png beside this."""
+    path = Path(page).resolve()
+    select = (
+        "[...document.querySelectorAll('.pick label')]"
+        f".find((label) => label.textContent.trim() === '{epsilon}').click()"
+    )
+    views = {
+        "overview": ({"width": 1200, "height": 1000}, ""),
+        "transcript": ({"width": 1200, "height": 1250}, f"r{trajectory}"),
+        "dark": ({"width": 1200, "height": 1000, "dark": True}, f"r{trajectory}-{turn}"),
+        "phone": ({"width": 375, "height": 812, "scale": 2}, f"r{trajectory}-{turn}"),
+    }
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        browser = Browser(profile)
+        for name, (options, anchor) in views.items():
+            browser.open(path, **options)
+            browser.run(select)
+            browser.run(f"location.hash = '{anchor}'")
+            browser.settle()
+            browser.screenshot(HERE / f"report-{name}.png")
+        browser.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
