@@ -55,6 +55,9 @@ TOOLS: tuple[dict[str, Any], ...] = tuple(
 )
 """OpenAI-style schemas of the four tools."""
 
+_DONE = "Served. All orders are done."
+_WRONG = "That was wrong."
+
 PHRASES = (
     "Facts:",
     "\nOrder:",
@@ -68,8 +71,8 @@ PHRASES = (
     "The shelf is empty, there is no",
     "You brewed",
     "Served. Next order:",
-    "Served. All orders are done.",
-    "That was wrong.",
+    _DONE,
+    _WRONG,
 )
 """All that is said in this world beside facts and names."""
 
@@ -167,7 +170,7 @@ class PotionShop:
         expected = {ARGUMENTS[right.name]: right.argument}
         if call.get("name") != right.name or call.get("arguments") != expected:
             self._done = True
-            return Step("That was wrong.", 0.0, True)
+            return Step(_WRONG, 0.0, True)
         self._turn += 1
         self._done = self._turn == len(self._script)
         return Step(right.observation, float(self._done), self._done)
@@ -196,29 +199,14 @@ def oracle_trajectory(seed: int, config: PotionShopConfig | None = None) -> Traj
         reasoning is needed by construction.
     """
     world = PotionShop(config)
-    messages: list[Message] = [
-        {"role": "system", "content": world.system},
-        {"role": "user", "content": world.reset(seed)},
-    ]
+    messages = _opening(world.reset(seed))
     needed: list[bool] = []
     done, reward = False, 0.0
     while not done:
         reasoning, name, arguments, need = world.oracle()
-        call_id = f"call_{len(needed) + 1}"
-        function = {"name": name, "arguments": json.dumps(arguments)}
-        messages.append(
-            {
-                "role": "assistant",
-                "content": "",
-                "reasoning_content": reasoning,
-                "tool_calls": [{"id": call_id, "type": "function", "function": function}],
-            }
-        )
-        observation, reward, done = world.step({"name": name, "arguments": arguments})
-        messages.append(
-            {"role": "tool", "tool_call_id": call_id, "name": name, "content": observation}
-        )
         needed.append(need)
+        observation, reward, done = world.step({"name": name, "arguments": arguments})
+        messages += _exchange(len(needed), reasoning, name, arguments, observation)
     return Trajectory(
         id=f"potions/{seed}",
         messages=tuple(messages),
@@ -227,6 +215,60 @@ def oracle_trajectory(seed: int, config: PotionShopConfig | None = None) -> Traj
         success=reward == 1.0,
         extra={"env": "potions", "seed": seed, "needed": needed},
     )
+
+
+def drill_trajectory(
+    seed: int, lookups: int = 5, config: PotionShopConfig | None = None
+) -> Trajectory:
+    """An exercise in look-ups: a chat that goes from one to the next and skips all between.
+
+    The world does not allow this; it is a denser lesson than whole episodes, to begin with.
+
+    Args:
+        seed: Any integer; equal seeds give equal drills.
+        lookups: Turns, from 1 to twice the world's size. Each looks up another potion or
+            substitute.
+        config: Size of the world.
+
+    Raises:
+        ValueError: `lookups` is out of range.
+    """
+    size = (config or PotionShopConfig()).size
+    if not 1 <= lookups <= 2 * size:
+        raise ValueError(f"lookups is {lookups}; with size={size} it can be 1 to {2 * size}")
+    rng = random.Random(f"potions drill {seed}")
+    shop = _draw_shop(rng, size)
+    first, *potions = rng.sample(sorted(shop.herb), size)
+    items = [first, *rng.sample(potions + sorted(shop.substitute), 2 * size - 1)][:lookups]
+    messages = _opening(_task(rng, shop, first))
+    asked = [_served(item) if item in shop.herb else _missing(item) for item in items]
+    for n, item in enumerate(items):
+        turn = shop.go(item) if item in shop.herb else shop.go_for_substitute(item)
+        observation = (*asked, _DONE)[n + 1]
+        messages += _exchange(n + 1, turn.reasoning, "go", {"room": turn.argument}, observation)
+    return Trajectory(f"potions/drill/{seed}", tuple(messages), TOOLS, extra={"env": "potions"})
+
+
+def _opening(task: str) -> list[Message]:
+    return [{"role": "system", "content": PotionShop.system}, {"role": "user", "content": task}]
+
+
+def _exchange(
+    number: int, reasoning: str, name: str, arguments: Mapping[str, str], observation: str
+) -> list[Message]:
+    """A turn and the reply to it."""
+    call_id = f"call_{number}"
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    turn: Message = {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": reasoning,
+        "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+    }
+    return [
+        turn,
+        {"role": "tool", "tool_call_id": call_id, "name": name, "content": observation},
+    ]
 
 
 def facts(size: int) -> list[str]:
@@ -260,25 +302,41 @@ class _Shop(NamedTuple):
         chains = (*self.herb.items(), *self.shelf.items(), *self.room.items())
         return [f" {a}:{b}" for a, b in chains] + [f" {a}~{b}" for a, b in self.substitute.items()]
 
-    def way(self, herb: str) -> str:
-        """The look-ups from a herb to its room."""
+    def go(self, potion: str) -> _Turn:
+        """The turn that answers an order."""
+        herb = self.herb[potion]
+        return self._go(f"Look up {potion}:{herb}", herb)
+
+    def go_for_substitute(self, herb: str) -> _Turn:
+        """The turn that answers an empty shelf."""
+        other = self.substitute[herb]
+        return self._go(f"Look up the substitute {herb}~{other}", other)
+
+    def _go(self, thought: str, herb: str) -> _Turn:
         shelf = self.shelf[herb]
-        return f" {herb}:{shelf} {shelf}:{self.room[shelf]}"
+        room = self.room[shelf]
+        way = f"{thought} {herb}:{shelf} {shelf}:{room}"
+        return _Turn(way, "go", room, f"You are in {room}", needed=True)
 
 
 def _draw(rng: random.Random, config: PotionShopConfig) -> tuple[str, list[_Turn]]:
     """A task's text and the right actions in order."""
     shop = _draw_shop(rng, config.size)
     orders, empty = _draw_orders(rng, shop, config)
-    stated = shop.facts()
-    rng.shuffle(stated)
-    task = f"Facts:{''.join(stated)}\nOrder: {orders[0]}"
+    task = _task(rng, shop, orders[0])
     script: list[_Turn] = []
     for k, potion in enumerate(orders):
         last = k + 1 == len(orders)
-        reply = "Served. All orders are done." if last else f"Served. Next order: {orders[k + 1]}"
+        reply = _DONE if last else _served(orders[k + 1])
         script += _serve_order(shop, potion, k == empty, reply)
     return task, script
+
+
+def _task(rng: random.Random, shop: _Shop, order: str) -> str:
+    """The task text: all facts in random order, and the first order."""
+    stated = shop.facts()
+    rng.shuffle(stated)
+    return f"Facts:{''.join(stated)}\nOrder: {order}"
 
 
 def _draw_shop(rng: random.Random, size: int) -> _Shop:
@@ -315,23 +373,22 @@ def _draw_orders(
 def _serve_order(shop: _Shop, potion: str, empty: bool, reply: str) -> list[_Turn]:
     """The right turns from an order to its serving; `reply` is what serving brings."""
     herb = shop.herb[potion]
-    room = shop.room[shop.shelf[herb]]
-    turns = [_Turn(f"Look up {potion}:{herb}{shop.way(herb)}", "go", room, _in(room), True)]
+    turns = [shop.go(potion)]
     if empty:
-        missing = f"The shelf is empty, there is no {herb}"
-        turns.append(_Turn(f"Now take {herb}", "take", herb, missing, False))
-        other = shop.substitute[herb]
-        room = shop.room[shop.shelf[other]]
-        thought = f"Look up the substitute {herb}~{other}{shop.way(other)}"
-        turns.append(_Turn(thought, "go", room, _in(room), True))
-        herb = other
+        turns.append(_Turn(f"Now take {herb}", "take", herb, _missing(herb), needed=False))
+        turns.append(shop.go_for_substitute(herb))
+        herb = shop.substitute[herb]
     return [
         *turns,
-        _Turn(f"Now take {herb}", "take", herb, f"You took {herb}", False),
-        _Turn(f"Now brew {potion}", "brew", potion, f"You brewed {potion}", False),
-        _Turn(f"Now serve {potion}", "serve", potion, reply, False),
+        _Turn(f"Now take {herb}", "take", herb, f"You took {herb}", needed=False),
+        _Turn(f"Now brew {potion}", "brew", potion, f"You brewed {potion}", needed=False),
+        _Turn(f"Now serve {potion}", "serve", potion, reply, needed=False),
     ]
 
 
-def _in(room: str) -> str:
-    return f"You are in {room}"
+def _served(following: str) -> str:
+    return f"Served. Next order: {following}"
+
+
+def _missing(herb: str) -> str:
+    return f"The shelf is empty, there is no {herb}"

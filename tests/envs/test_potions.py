@@ -4,7 +4,12 @@ import re
 import pytest
 
 from race_jax.envs import potions
-from race_jax.envs.potions import PotionShop, PotionShopConfig, oracle_trajectory
+from race_jax.envs.potions import (
+    PotionShop,
+    PotionShopConfig,
+    drill_trajectory,
+    oracle_trajectory,
+)
 
 SEEDS = range(40)
 
@@ -168,6 +173,34 @@ def test_other_sizes_are_solvable(size, orders):
         assert len(made) in (4 * orders, 4 * orders + 2)
 
 
+@pytest.mark.parametrize("lookups", [1, 5, 10])
+def test_a_drill_looks_up_as_the_facts_say(lookups):
+    for seed in range(20):
+        drill = drill_trajectory(seed, lookups)
+        _, chain, substitute, asked = parse(drill.messages[1]["content"])
+        assert sum(message["role"] == "assistant" for message in drill.messages) == lookups
+        seen = set()
+        for turn, reply in zip(drill.messages[2::2], drill.messages[3::2], strict=True):
+            herb = chain[asked] if asked[0] == "p" else substitute[asked]
+            mark = f"up {asked}:" if asked[0] == "p" else f"substitute {asked}~"
+            shelf = chain[herb]
+            assert turn["reasoning_content"].endswith(
+                f"{mark}{herb} {herb}:{shelf} {shelf}:{chain[shelf]}"
+            )
+            assert json.loads(turn["tool_calls"][0]["function"]["arguments"]) == {
+                "room": chain[shelf]
+            }
+            seen.add(asked)
+            asked = reply["content"].split()[-1]
+        assert asked == "done." and len(seen) == lookups
+
+
+def test_a_drill_that_the_world_has_no_room_for_is_refused():
+    for lookups in (0, 11):
+        with pytest.raises(ValueError, match=f"lookups is {lookups}; with size=5 it can be 1 to"):
+            drill_trajectory(0, lookups)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -189,6 +222,7 @@ def test_everything_that_is_said_is_in_the_lists_of_words():
     texts = []
     for seed in range(60):
         messages = oracle_trajectory(seed).messages
+        messages += drill_trajectory(seed).messages[1:]
         texts += [m["content"] for m in messages[1:] if m["content"]]
         texts += [m["reasoning_content"] for m in messages if m["role"] == "assistant"]
     named = [" " + name for name in potions.names(size)]
