@@ -74,8 +74,12 @@ def call(function: Callable[..., int], arguments: Sequence[str], words: str) -> 
 
     parser = ArgumentParser(prog=f"race-jax {words}", description=first_line(function))
     parser.add_function_arguments(function, as_positional=function.__name__ in POSITIONAL)
-    parsed = parser.instantiate_classes(parser.parse_args(list(arguments)))
-    return function(**vars(parsed))
+    for action in parser._actions:
+        # Flags read --max-trajectories; the underscored spelling keeps working.
+        dashed = [flag.replace("_", "-") for flag in action.option_strings]
+        action.option_strings = dashed
+        parser._option_string_actions.update(dict.fromkeys(dashed, action))
+    return function(**vars(parser.parse_args(list(arguments))))
 
 
 def first_line(function: Callable[..., int]) -> str:

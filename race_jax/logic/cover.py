@@ -60,8 +60,10 @@ class Cover:
         loglik_final: float64 [turns], l_j under the compressed trajectory.
         tokens_forwarded: Tokens given to the model for this result, rows' padding and early exit's
             overrun included; passes shared with other thresholds count in each.
-        tokens_minimum: The fewest tokens that an exact run with prefix caches forwards.
+        tokens_minimum: The fewest tokens that an exact run with prefix caches forwards for this
+            trajectory alone.
         tokens_naive: What one full pass per candidate forwards.
+        tokens_shared: Prompt tokens whose cache came from another trajectory; not forwarded.
     """
 
     id: str
@@ -72,6 +74,7 @@ class Cover:
     tokens_forwarded: int
     tokens_minimum: int
     tokens_naive: int
+    tokens_shared: int = 0
 
     @property
     def removed(self) -> tuple[int, ...]:

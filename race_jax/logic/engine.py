@@ -9,6 +9,9 @@ product is as large as the batch although the pieces are short.
 
 A candidate overwrites the slot beyond the tested turn. What it overwrites is copied out first and
 put back if the removal is rejected; if it is accepted, the candidate's cache is the new cache.
+
+Trajectories of one environment begin alike: system prompt, tools, often the task. Where a prompt's
+beginning is in some slot's cache already, it is copied instead of forwarded.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from race_jax.logic.cover import Cover, check_epsilons
@@ -46,12 +50,14 @@ class Stats:
         steps: Forward calls.
         tokens: Tokens forwarded, all padding included: rows times row_tokens, summed.
         finished: Trajectories done or failed.
+        shared: Prompt tokens copied from another slot instead.
         work: Progress in tokens of input: each trajectory's length times the share of it decided.
     """
 
     steps: int = 0
     tokens: int = 0
     finished: int = 0
+    shared: int = 0
     work: float = 0.0
 
 
@@ -62,6 +68,14 @@ class _Seat:
     search: Search
     slot: int
     undo: list[tuple[Any, np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class _Resident:
+    """The prompt whose prefix state a slot holds, and how much of it is there."""
+
+    prompt: np.ndarray
+    valid: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +128,8 @@ class Engine:
         slots: int = 16,
         rows: int = 32,
         row_tokens: int = 16,
+        share_prompts: bool = True,
+        search: type[Search] = Search,
     ):
         """Set up programs for one cache shape.
 
@@ -124,6 +140,8 @@ class Engine:
             slots: Trajectories in flight.
             rows: Rows per step at most; smaller steps use a half, a quarter or an eighth.
             row_tokens: Tokens per row, Q. Small rows waste less, large rows attend faster.
+            share_prompts: Copy the cache of a prompt's beginning from another trajectory.
+            search: How one trajectory's removals are tested.
 
         Raises:
             ValueError: `length` exceeds the model's context, or a size is not positive.
@@ -137,6 +155,7 @@ class Engine:
             )
         self.model, self.params, self.head = model, params, float32_head(model, params)
         self.length, self.slots, self.row_tokens = length, slots, row_tokens
+        self.share_prompts, self.search = share_prompts, search
         self.buckets = sorted({max(rows >> shift, 1) for shift in range(4)})
         self.stats = Stats()
         # The last row of a sequence may reach row_tokens - 1 beyond its end.
@@ -174,6 +193,7 @@ class Engine:
         parked: deque[tuple[Search, Any]] = deque()
         done: dict[int, list[Cover]] = {}
         seats: list[_Seat] = []
+        residents: dict[int, _Resident] = {}
         settled = 0.0
         cache = self.model.init_cache(self.params, self.slots, self.cache_length)
         while True:
@@ -181,9 +201,11 @@ class Engine:
             yield from failures
             if not seats:
                 return
-            batch = self._plan(seats)
+            cache, waiting = self._share(seats, residents, cache)
+            batch = self._plan([seat for seat in seats if seat not in waiting])
             cache = self._run_batch(batch, cache)
-            cache, finished = self._settle(seats, parked, cache)
+            self._note_residents(seats, residents)
+            cache, finished = self._settle(seats, parked, residents, cache)
             open_work = sum(x.work for x in [*(s.search for s in seats), *(p[0] for p in parked)])
             settled += sum(x.work for x in finished if isinstance(x, Search))
             self.stats.work = (settled + open_work) / len(thresholds)
@@ -213,7 +235,7 @@ class Engine:
             trajectory = next(source, None)
             if trajectory is None:
                 break
-            search = Search(trajectory, thresholds)
+            search = self.search(trajectory, thresholds)
             if search.stop > self.length:
                 self.stats.finished += 1
                 failures.append(
@@ -225,6 +247,62 @@ class Engine:
                 continue
             seats.append(_Seat(search, slot))
         return cache, failures
+
+    def _share(self, seats, residents: dict[int, _Resident], cache):
+        """Start untouched seats behind a prompt that is cached; returns those that should wait.
+
+        A seat waits while the slot that it could copy from is still filling.
+        """
+        filling = {
+            seat.slot for seat in seats if seat.search.turn is None and not seat.search.untouched
+        }
+        leaders: list[np.ndarray] = []
+        waiting: list[_Seat] = []
+        for seat in seats:
+            if not (self.share_prompts and seat.search.untouched):
+                continue
+            prompt = np.asarray(seat.search.trajectory.prompt)
+            common = {slot: _common(prompt, r.prompt) for slot, r in residents.items()}
+            usable = {slot: min(n, residents[slot].valid) for slot, n in common.items()}
+            soon = [n for slot, n in common.items() if slot in filling and slot != seat.slot]
+            soon += [_common(prompt, leader) for leader in leaders]
+            donor = max(usable, key=lambda slot: (usable[slot], slot == seat.slot), default=None)
+            now = usable[donor] if donor is not None else 0
+            if max(soon, default=0) >= now + self.row_tokens:
+                waiting.append(seat)
+            elif donor is None or now < self.row_tokens:
+                leaders.append(prompt)
+            else:
+                now -= now % self.row_tokens
+                if donor != seat.slot:
+                    cache = self._copy(cache, donor, seat.slot, now // self.row_tokens)
+                seat.search.skip(now)
+                self.stats.shared += now
+                residents[seat.slot] = _Resident(prompt, now)
+        return cache, waiting
+
+    def _copy(self, cache, donor: int, slot: int, rows: int):
+        """Copy the first `rows` rows of one slot to another, in the shapes that steps use."""
+        most = self.buckets[-1]
+        for first in range(0, rows, most):
+            index = np.arange(first, first + most, dtype=np.int32)
+            inside = index < rows
+            starts = np.where(inside, index * self.row_tokens, 0)
+            source = np.where(inside, donor, self.slots).astype(np.int32)
+            target = np.where(inside, slot, self.slots).astype(np.int32)
+            copied = self._read(cache, source, starts, self.row_tokens)
+            cache = self._write(cache, copied, target, starts)
+        return cache
+
+    @staticmethod
+    def _note_residents(seats: list[_Seat], residents: dict[int, _Resident]) -> None:
+        """Note how far each slot's prompt has come."""
+        for seat in seats:
+            search = seat.search
+            if not search.untouched:
+                prompt = np.asarray(search.trajectory.prompt)
+                valid = len(prompt) if search.turn is not None else min(search.cursor, len(prompt))
+                residents[seat.slot] = _Resident(prompt, valid)
 
     def _plan(self, seats: list[_Seat]) -> _Batch:
         """Give out the rows of one step: what is sure first, then what is likely."""
@@ -309,16 +387,25 @@ class Engine:
         self.stats.tokens += batch.tokens.size
         return cache
 
-    def _abandon(self, seat, seats, parked, reason: str) -> Failure:
-        """Give up on a trajectory at every threshold."""
-        trajectory = seat.search.trajectory
-        seats[:] = [s for s in seats if s.search.trajectory is not trajectory]
+    def _abandon(self, bad: _Seat, seats, parked, residents, cache):
+        """Give up on a trajectory at every threshold, and clear its slots.
+
+        What is not a number in a slot would reach the next trajectory there, masked or not: nought
+        times it is none either.
+        """
+        trajectory = bad.search.trajectory
+        for seat in [s for s in seats if s.search.trajectory is trajectory]:
+            slot, zero = np.asarray([seat.slot]), np.asarray([0])
+            rows = self._read(cache, slot, zero, self.cache_length)
+            cache = self._write(cache, jax.tree.map(jnp.zeros_like, rows), slot, zero)
+            residents.pop(seat.slot, None)
+            seats.remove(seat)
         kept = [item for item in parked if item[0].trajectory is not trajectory]
         parked.clear()
         parked.extend(kept)
-        return Failure(trajectory.id, reason)
+        return cache
 
-    def _settle(self, seats, parked, cache):
+    def _settle(self, seats, parked, residents, cache):
         """Let every search decide; returns the cache and the searches that ended or failed."""
         finished = []
         for seat in list(seats):
@@ -328,7 +415,8 @@ class Engine:
             try:
                 outcome = search.settle()
             except ValueError as error:
-                finished.append(self._abandon(seat, seats, parked, str(error)))
+                cache = self._abandon(seat, seats, parked, residents, cache)
+                finished.append(Failure(search.trajectory.id, str(error)))
                 continue
             if outcome is Outcome.OPEN:
                 continue
@@ -350,3 +438,10 @@ class Engine:
                 seats.remove(seat)
                 finished.append(search)
         return cache, finished
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """The length of the longest common beginning."""
+    size = min(len(a), len(b))
+    differing = np.flatnonzero(a[:size] != b[:size])
+    return int(differing[0]) if differing.size else size

@@ -73,6 +73,7 @@ def cover_record(
         "tokens_forwarded": cover.tokens_forwarded,
         "tokens_minimum": cover.tokens_minimum,
         "tokens_naive": cover.tokens_naive,
+        "tokens_shared": cover.tokens_shared,
         "reward": trajectory.reward,
         "success": trajectory.success,
         "original_reasoning": [

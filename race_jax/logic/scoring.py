@@ -95,6 +95,20 @@ class Scorer:
 
         return logprobs
 
+    def warm(self, length: int) -> None:
+        """Compile the program that scores `length` tokens."""
+        self._run(np.zeros(length, np.int32), np.zeros((2, 0), np.int32), bucket_length(length))
+
+    def _run(self, tokens: np.ndarray, where: np.ndarray, size: int) -> np.ndarray:
+        """Log-probabilities of `where[1]` at positions `where[0]`, in one pass of padded `size`."""
+        count = where.shape[1]
+        row = np.zeros((1, size), np.int32)
+        row[0, : len(tokens)] = tokens
+        padded = np.zeros((2, size), np.int32)
+        padded[:, :count] = where
+        out = self._logprobs(self.params, self.head, row, len(tokens), *padded, count)
+        return np.asarray(out)[:count]
+
     def score(self, sequence: Assembled, *, bucket: int | None = None) -> np.ndarray:
         """l_j for every action.
 
@@ -117,13 +131,7 @@ class Scorer:
                 f"{self.model.context_length} tokens"
             )
         size = bucket or bucket_length(length)
-        tokens = np.zeros((1, size), np.int32)
-        tokens[0, :length] = sequence.tokens[:length]
-        positions, targets = scored_positions(sequence)
-        padded = np.zeros((2, size), np.int32)
-        padded[:, : len(targets)] = positions, targets
-        out = self._logprobs(
-            self.params, self.head, tokens, length, padded[0], padded[1], len(targets)
-        )
+        where = np.stack(scored_positions(sequence))
+        out = self._run(sequence.tokens[:length], where, size)
         self.tokens_forwarded += size
-        return action_means(sequence, np.asarray(out)[: len(targets)])
+        return action_means(sequence, out)

@@ -36,6 +36,7 @@ class Ledger:
     forwarded: int = 0
     minimum: int = 0
     naive: int = 0
+    shared: int = 0
 
 
 class Search:
@@ -106,6 +107,17 @@ class Search:
         for ledger in self.alive:
             ledger.forwarded += charged
 
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing has been forwarded yet."""
+        return self.turn is None and self.cursor == 0
+
+    def skip(self, tokens: int) -> None:
+        """Begin behind the first `tokens`, whose cache another trajectory's prompt provides."""
+        self.cursor = tokens
+        for ledger in self.ledgers:
+            ledger.shared = tokens
+
     def settle(self) -> Outcome:
         """Decide as far as the forwarded tokens allow.
 
@@ -151,7 +163,7 @@ class Search:
 
     def split(self) -> Search:
         """Take the thresholds that accepted out into a search of their own, and return it."""
-        other = object.__new__(Search)
+        other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.untested = list(self.untested)
         other.ledgers = list(self.alive)
@@ -190,6 +202,7 @@ class Search:
                 ledger.forwarded,
                 ledger.minimum,
                 ledger.naive,
+                ledger.shared,
             )
             for ledger in self.ledgers
         ]

@@ -111,6 +111,44 @@ def test_trajectories_are_taken_as_slots_become_free():
     run.close()
 
 
+def test_prompts_that_begin_alike_are_forwarded_once():
+    system = tuple(range(3, 30)) * 3
+    alike = [
+        dataclasses.replace(t, prompt=(*system, *t.prompt))
+        for t in TRAJECTORIES
+        if len(t.turns) > 2
+    ]
+    length = LENGTH + len(system)
+    sizes = {"slots": 3, "rows": 8, "row_tokens": 4}
+    sharing = Engine(MODEL, PARAMS, length=length, **sizes)
+    plain = Engine(MODEL, PARAMS, length=length, share_prompts=False, **sizes)
+    apart = {c[0].id: c for c in plain.run(alike, EPSILONS)}
+    for covers in sharing.run(alike, EPSILONS):
+        for got, want in zip(covers, apart[covers[0].id], strict=True):
+            assert [(r.turn, r.accepted) for r in got.removals] == [
+                (r.turn, r.accepted) for r in want.removals
+            ]
+            np.testing.assert_allclose(got.loglik_full, want.loglik_full, atol=1e-5)
+            assert got.tokens_forwarded + got.tokens_shared >= got.tokens_minimum
+    assert plain.stats.shared == 0
+    # All but the first take at least the system prompt from another's cache.
+    assert sharing.stats.shared >= (len(alike) - 1) * (len(system) - sizes["row_tokens"])
+    assert sharing.stats.tokens <= plain.stats.tokens - 0.9 * sharing.stats.shared
+
+
+def test_a_failure_inside_a_shared_prompt_does_not_hold_the_others_up():
+    params = dict(PARAMS, embed=PARAMS["embed"].at[31].set(np.nan))
+    system = tuple(range(3, 30)) * 3
+    turns = random_trajectory(3, 4, vocab=31).turns
+    sound = [TokenTrajectory(f"s{i}", (*system, 4 + i), turns) for i in range(5)]
+    bad = [TokenTrajectory(f"b{i}", (*system, 31, i), turns) for i in range(3)]
+    order = [bad[0], sound[0], bad[1], *sound[1:], bad[2]]
+    engine = Engine(MODEL, params, length=LENGTH + 200, slots=2, rows=2, row_tokens=4)
+    results = list(engine.run(order, [0.3]))
+    assert sum(isinstance(r, Failure) for r in results) == 3
+    assert len(results) == 8
+
+
 def test_one_turn_and_no_reasoning_need_one_pass():
     bare = TokenTrajectory(
         "bare", (3, 4), tuple(TokenTurn((), (1, 2), (5, 6), (7,)) for _ in range(3))

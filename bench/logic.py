@@ -1,0 +1,208 @@
+"""LoGiC four ways: torch loops, a JAX loop, cached prefixes, and cached prefixes with early exit.
+
+All take the same decisions on the same trajectories with the same checkpoint; only the work
+differs. The loops forward every candidate from its first token, as a script beside the paper would.
+Two torch loops: one projects every position to logits, as most code does; the other gathers the
+hidden states of action tokens before the head.
+
+    python bench/logic.py --model DIR --trajectories FILE [--turns 8,16,30] [--every 1]
+
+The loops of long trajectories take minutes each. With `--every K` they run every K-th candidate,
+spread evenly, and their time is scaled by tokens; the engine always runs all of its work. Times are
+of warm programs; compile time is printed on its own. Needs torch and transformers beside race-jax.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+
+from race_jax.chat import renderer_for
+from race_jax.families import family_of
+from race_jax.logic.cover import Cover, last_scored
+from race_jax.logic.engine import Engine
+from race_jax.logic.scoring import Scorer, action_means, scored_positions
+from race_jax.logic.search import Search
+from race_jax.models import Model, load_config, load_model
+from race_jax.tokenizer import load_tokenizer
+from race_jax.trajectories import read
+from race_jax.types import Assembled, TokenTrajectory, Trajectory
+
+GRID = tuple(float(x) for x in np.geomspace(1e-3, 3.0, 12))
+"""Thresholds among which the one nearest to a wanted acceptance is taken."""
+
+
+class PatientSearch(Search):
+    """Cached prefixes without early exit: every candidate is scored to its end."""
+
+    def _reject_above(self, j: int) -> None:
+        if j < len(self.trajectory.turns) - 1:
+            return
+        for ledger in [x for x in self.alive if max(self.decreases) > x.epsilon]:
+            self._close(ledger, j, accepted=False)
+            self.alive.remove(ledger)
+
+
+def load_cut(path: str, renderer, turns: int, count: int) -> list[TokenTrajectory]:
+    """The first `count` trajectories of at least `turns` turns, cut to that many."""
+    out = []
+    for item in read(path):
+        if isinstance(item, Trajectory):
+            tokens = renderer.encode(item)
+            if len(tokens.turns) >= turns:
+                out.append(TokenTrajectory(tokens.id, tokens.prompt, tokens.turns[:turns]))
+        if len(out) == count:
+            return out
+    raise SystemExit(f"{path} has {len(out)} trajectories of {turns} turns, {count} are needed")
+
+
+def candidates(trajectory: TokenTrajectory, cover: Cover) -> list[Assembled]:
+    """The sequences that a loop without caches forwards."""
+    sequences, removed = [trajectory.assemble()], []
+    for removal in cover.removals:
+        sequences.append(trajectory.assemble([*removed, removal.turn]))
+        if removal.accepted:
+            removed.append(removal.turn)
+    return sequences
+
+
+def torch_score(network, sequence: Assembled, *, full: bool) -> np.ndarray:
+    """l_j by transformers, one pass."""
+    stop = int(sequence.actions[-1, 1]) - 1
+    ids = torch.from_numpy(sequence.tokens[None, :stop]).long()
+    positions, targets = (torch.from_numpy(x).long() for x in scored_positions(sequence))
+    with torch.inference_mode():
+        hidden = network.model(ids).last_hidden_state[0]
+        if full:
+            logprobs = network.lm_head(hidden).float().log_softmax(-1)[positions, targets]
+        else:
+            logits = network.lm_head(hidden[positions]).float()
+            logprobs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    return action_means(sequence, logprobs.numpy())
+
+
+def time_loop(score: Callable[[Assembled], np.ndarray], work: list[Assembled], every: int) -> float:
+    """Seconds of a loop over `work`, measured on every `every`-th sequence."""
+    score(work[0])
+    chosen = work[:: max(every, 1)]
+    begun = time.perf_counter()
+    for sequence in chosen:
+        score(sequence)
+    spent = time.perf_counter() - begun
+    return spent * sum(map(length, work)) / sum(map(length, chosen))
+
+
+def length(sequence: Assembled) -> int:
+    """Tokens of one uncached pass."""
+    return last_scored(sequence, len(sequence.actions) - 1)
+
+
+def run_engine(
+    network: Model, trajectories: list[TokenTrajectory], epsilon: float, kind: type[Search], **sizes
+) -> tuple[float, list[Cover], int]:
+    """Seconds, covers and padded tokens of one warm engine run."""
+    longest = max(length(t.assemble()) for t in trajectories)
+    engine = Engine(network, network.params, length=longest, search=kind, **sizes)
+    list(engine.run(trajectories[:1], [1e9]))
+    before = engine.stats.tokens
+    begun = time.perf_counter()
+    covers = [c[0] for c in engine.run(trajectories, [epsilon])]
+    return time.perf_counter() - begun, covers, engine.stats.tokens - before
+
+
+def nearest(network: Model, trajectories: list[TokenTrajectory], share: float, **sizes) -> float:
+    """The threshold whose acceptance comes nearest to `share`."""
+    if share <= 0:
+        return 0.0
+    if share >= 1:
+        return 1e9
+    longest = max(length(t.assemble()) for t in trajectories)
+    engine = Engine(network, network.params, length=longest, **sizes)
+    accepted = np.zeros(len(GRID))
+    tested = 0
+    for covers in engine.run(trajectories, GRID):
+        accepted += [len(c.removed) for c in covers]
+        tested += len(covers[0].removals)
+    return GRID[int(np.abs(accepted / tested - share).argmin())]
+
+
+def measure(network, peer, trajectories, share: float, every: int, sizes) -> list[tuple]:
+    """One row per method: name, seconds, tokens."""
+    epsilon = nearest(network, trajectories, share, **sizes)
+    exact = run_engine(network, trajectories, epsilon, Search, **sizes)
+    patient = run_engine(network, trajectories, epsilon, PatientSearch, **sizes)
+    by_id = {c.id: c for c in exact[1]}
+    work = [s for t in trajectories for s in candidates(t, by_id[t.id])]
+    tokens = sum(map(length, work))
+    scorer = Scorer(network, network.params)
+    for size in sorted({length(s) for s in work}):
+        scorer.warm(size)
+    loops = [
+        ("torch, full logits", lambda s: torch_score(peer, s, full=True)),
+        ("torch, gathered head", lambda s: torch_score(peer, s, full=False)),
+        ("JAX loop", scorer.score),
+    ]
+    rows = [(name, time_loop(score, work, every), tokens) for name, score in loops]
+    rows.append(("cached", patient[0], patient[2]))
+    rows.append(("cached, early exit", exact[0], exact[2]))
+    accepted = sum(len(c.removed) for c in exact[1]) / sum(len(c.removals) for c in exact[1])
+    minimum = sum(c.tokens_minimum for c in exact[1])
+    return [(accepted, epsilon, minimum, *row) for row in rows]
+
+
+def main() -> None:
+    """Print one table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="Hugging Face directory, float32 is used")
+    parser.add_argument("--trajectories", required=True)
+    parser.add_argument("--turns", default="8,16,30")
+    parser.add_argument("--acceptance", default="0,0.4,1")
+    parser.add_argument("--count", type=int, default=4, help="trajectories per row")
+    parser.add_argument("--every", type=int, default=4, help="run every K-th loop candidate")
+    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--row-tokens", type=int, default=16)
+    args = parser.parse_args()
+    sizes = {"slots": args.slots, "rows": args.rows, "row_tokens": args.row_tokens}
+    torch.set_num_threads(torch.get_num_threads())
+    config = load_config(args.model)
+    renderer = renderer_for(load_tokenizer(args.model), family_of(config.model_type))
+    network = load_model(args.model)
+    peer = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    console = Console(width=150)
+    table = Table(title=f"LoGiC, float32, {args.count} trajectories per row")
+    for name in ("turns", "accepted", "epsilon", "method", "tokens", "of minimum", "seconds"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    table.add_column("x faster than\ntorch, gathered", justify="right")
+    table.add_column("x faster than\ntorch, full logits", justify="right")
+    for turns in map(int, args.turns.split(",")):
+        trajectories = load_cut(args.trajectories, renderer, turns, args.count)
+        for share in map(float, args.acceptance.split(",")):
+            rows = measure(network, peer, trajectories, share, args.every, sizes)
+            full, gathered = rows[0][4], rows[1][4]
+            for accepted, epsilon, minimum, name, seconds, tokens in rows:
+                table.add_row(
+                    str(turns),
+                    f"{accepted:.0%}",
+                    f"{epsilon:.3g}",
+                    name,
+                    f"{tokens:,}",
+                    f"{tokens / minimum:.2f}",
+                    f"{seconds:.1f}",
+                    f"{gathered / seconds:.2f}",
+                    f"{full / seconds:.2f}",
+                )
+            table.add_section()
+            console.print(f"done: {turns} turns, acceptance {rows[0][0]:.0%}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
