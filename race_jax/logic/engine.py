@@ -30,6 +30,7 @@ import numpy as np
 from race_jax.logic.cover import Cover, check_epsilons
 from race_jax.logic.scoring import float32_head
 from race_jax.logic.search import Outcome, Search
+from race_jax.logic.seats import Batch, Seat, plan
 from race_jax.logprobs import leading_token_logprobs
 from race_jax.types import LanguageModel, Params, TokenTrajectory
 
@@ -61,32 +62,12 @@ class Stats:
     work: float = 0.0
 
 
-@dataclasses.dataclass(eq=False)
-class _Seat:
-    """A search in its slot, with what must be put back if the candidate fails."""
-
-    search: Search
-    slot: int
-    undo: list[tuple[Any, np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
-
-
 @dataclasses.dataclass
 class _Resident:
     """The prompt whose prefix state a slot holds, and how much of it is there."""
 
     prompt: np.ndarray
     valid: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Batch:
-    """The rows of one step, and where its log-probabilities belong."""
-
-    tokens: np.ndarray
-    slots: np.ndarray
-    starts: np.ndarray
-    owners: list[_Seat]
-    targets: list[tuple[_Seat, np.ndarray, np.ndarray]]
 
 
 def fit_slots(
@@ -192,7 +173,7 @@ class Engine:
         source = iter(trajectories)
         parked: deque[tuple[Search, Any]] = deque()
         done: dict[int, list[Cover]] = {}
-        seats: list[_Seat] = []
+        seats: list[Seat] = []
         residents: dict[int, _Resident] = {}
         settled = 0.0
         cache = self.model.init_cache(self.params, self.slots, self.cache_length)
@@ -202,7 +183,8 @@ class Engine:
             if not seats:
                 return
             cache, waiting = self._share(seats, residents, cache)
-            batch = self._plan([seat for seat in seats if seat not in waiting])
+            ready = [seat for seat in seats if seat not in waiting]
+            batch = plan(ready, self.buckets, self.row_tokens, self.slots)
             cache = self._run_batch(batch, cache)
             self._note_residents(seats, residents)
             cache, finished = self._settle(seats, parked, residents, cache)
@@ -230,7 +212,7 @@ class Engine:
             if parked:
                 search, rows = parked.popleft()
                 cache = self._write(cache, rows, np.asarray([slot]), np.asarray([0]))
-                seats.append(_Seat(search, slot))
+                seats.append(Seat(search, slot))
                 continue
             trajectory = next(source, None)
             if trajectory is None:
@@ -245,7 +227,7 @@ class Engine:
                     )
                 )
                 continue
-            seats.append(_Seat(search, slot))
+            seats.append(Seat(search, slot))
         return cache, failures
 
     def _share(self, seats, residents: dict[int, _Resident], cache):
@@ -257,7 +239,7 @@ class Engine:
             seat.slot for seat in seats if seat.search.turn is None and not seat.search.untouched
         }
         leaders: list[np.ndarray] = []
-        waiting: list[_Seat] = []
+        waiting: list[Seat] = []
         for seat in seats:
             if not (self.share_prompts and seat.search.untouched):
                 continue
@@ -295,7 +277,7 @@ class Engine:
         return cache
 
     @staticmethod
-    def _note_residents(seats: list[_Seat], residents: dict[int, _Resident]) -> None:
+    def _note_residents(seats: list[Seat], residents: dict[int, _Resident]) -> None:
         """Note how far each slot's prompt has come."""
         for seat in seats:
             search = seat.search
@@ -304,53 +286,7 @@ class Engine:
                 valid = len(prompt) if search.turn is not None else min(search.cursor, len(prompt))
                 residents[seat.slot] = _Resident(prompt, valid)
 
-    def _plan(self, seats: list[_Seat]) -> _Batch:
-        """Give out the rows of one step: what is sure first, then what is likely."""
-        size = self.row_tokens
-        capacity = self.buckets[-1]
-        share = dict.fromkeys(seats, 0)
-
-        def give(seat: _Seat, tokens: int, limit: int) -> None:
-            rows = -(-min(tokens, seat.search.rest) // size)
-            room = limit - sum(share.values())
-            share[seat] = max(share[seat], min(rows, share[seat] + room))
-
-        tests = [seat for seat in seats if seat.search.turn is not None]
-        for seat in tests + [seat for seat in seats if seat.search.turn is None]:
-            give(seat, seat.search.sure, capacity)
-        promising = [seat for seat in tests if seat.search.promising]
-        for seat in promising:
-            # Blocks that double: as much again as has already held.
-            search = seat.search
-            give(seat, search.cursor - search.start, capacity)
-        bucket = next(b for b in self.buckets if b >= sum(share.values()))
-        for seat in promising + [seat for seat in tests if seat not in promising]:
-            give(seat, seat.search.rest, bucket)
-        return self._lay_out(share, bucket)
-
-    def _lay_out(self, share: dict[_Seat, int], bucket: int) -> _Batch:
-        """Write each seat's next rows into the arrays of a step."""
-        size = self.row_tokens
-        tokens = np.zeros((bucket, size), np.int32)
-        slots = np.full(bucket, self.slots, np.int32)
-        starts = np.zeros(bucket, np.int32)
-        owners: list[_Seat] = []
-        targets = []
-        for seat, rows in share.items():
-            search = seat.search
-            first, begin = len(owners), search.cursor
-            taken = search.sequence.tokens[begin : min(begin + rows * size, search.stop)]
-            tokens[first : first + rows].reshape(-1)[: len(taken)] = taken
-            slots[first : first + rows] = seat.slot
-            starts[first : first + rows] = begin + size * np.arange(rows)
-            owners += [seat] * rows
-            aims = begin + 1 + np.flatnonzero(search.is_target[begin + 1 : begin + 1 + len(taken)])
-            targets.append((seat, first * size + aims - 1 - begin, aims))
-            if rows:
-                search.advance(len(taken), rows * size)
-        return _Batch(tokens, slots, starts, owners, targets)
-
-    def _run_batch(self, batch: _Batch, cache):
+    def _run_batch(self, batch: Batch, cache):
         """Forward one step and hand the log-probabilities to the searches."""
         if any(seat.search.turn is not None for seat in batch.owners):
             before = self._read(cache, batch.slots, batch.starts, self.row_tokens)
@@ -387,7 +323,7 @@ class Engine:
         self.stats.tokens += batch.tokens.size
         return cache
 
-    def _abandon(self, bad: _Seat, seats, parked, residents, cache):
+    def _abandon(self, bad: Seat, seats, parked, residents, cache):
         """Give up on a trajectory at every threshold, and clear its slots.
 
         What is not a number in a slot would reach the next trajectory there, masked or not: nought
