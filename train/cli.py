@@ -79,6 +79,8 @@ def call(function: Callable[..., int], arguments: Sequence[str], words: str) -> 
         dashed = [flag.replace("_", "-") for flag in action.option_strings]
         action.option_strings = dashed
         parser._option_string_actions.update(dict.fromkeys(dashed, action))
+        if isinstance(action.default, bool):
+            action.nargs, action.const = "?", True
     return function(**vars(parser.parse_args(list(arguments))))
 
 
