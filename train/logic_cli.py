@@ -249,14 +249,20 @@ class Run:
             originals[tokens.id] = trajectory, tokens
             yield tokens
 
+    def _messages(self, trajectory: Trajectory, tokens: TokenTrajectory, gone: set[int]):
+        """The compressed messages; none where token ids follow no format that can be read back."""
+        if trajectory.messages:
+            return self.survey.renderer.compress(trajectory, gone)
+        try:
+            return self.survey.renderer.decode(tokens, gone)
+        except ValueError:
+            return []
+
     def _record(self, cover, trajectory, tokens, digests, save_tokens) -> dict[str, Any]:
         assert self.floor is not None
         renderer = self.survey.renderer
         gone = {t for t in range(len(tokens.turns)) if t in cover.removed}
-        if trajectory.messages:
-            messages = renderer.compress(trajectory, gone)
-        else:
-            messages = renderer.decode(tokens, gone)
+        messages = self._messages(trajectory, tokens, gone)
         record = cover_record(
             cover,
             tokens,

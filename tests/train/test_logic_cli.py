@@ -290,6 +290,19 @@ def test_saved_tokens_read_back_and_decide_alike(model_dir, file, tmp_path):
         assert decisions[record["id"]] == [t["decision"] for t in record["turns"]]
 
 
+def test_ids_in_no_known_format_are_scored_and_have_no_messages(model_dir, tmp_path):
+    renderer = renderer_for(load_tokenizer(model_dir), "qwen3")
+    skip = list(renderer.skip_ids)
+    turn = {"reasoning": [40, *skip], "skip": skip, "action": [50, 51], "observation": []}
+    prompt = [30, 31, *renderer.generation_prompt]
+    first = dict(turn, observation=[60, *renderer.generation_prompt])
+    row = {"id": "ids", "tokens": {"prompt": prompt, "turns": [first, turn]}}
+    out = tmp_path / "out.jsonl"
+    assert run(model_dir, write(tmp_path / "ids.jsonl", [row]), out) == 0
+    (record,) = load(out)
+    assert record["messages"] == [] and len(record["turns"]) == 2
+
+
 def test_the_template_form_scores_the_family_s_own_empty_block(model_dir, file, tmp_path):
     close, template = tmp_path / "close.jsonl", tmp_path / "template.jsonl"
     assert run(model_dir, file, close, "--save-tokens") == 0
