@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from race_jax.families import FAMILIES, Family, family_of, read_system, system_block
-from race_jax.messages import check_roles, is_turn, split_message, split_reasoning, text_of
+from race_jax.messages import check_roles, split_message, split_reasoning, text_of
 from race_jax.tokenizer import (
     END_RESPONSE,
     END_THINK,
@@ -28,7 +28,7 @@ from race_jax.tokenizer import (
 )
 from race_jax.toolcalls import Tools, check_tools, render_call
 from race_jax.turns import MESSAGE, OPENER, ParsedTurn, number_calls, parse_marked, read_history
-from race_jax.types import Message, TokenTrajectory, TokenTurn, Trajectory
+from race_jax.types import Message, TokenTrajectory, TokenTurn, Trajectory, is_turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

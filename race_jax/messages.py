@@ -22,12 +22,6 @@ class Parts(NamedTuple):
     calls: list[tuple[str, dict[str, Any]]]
 
 
-def is_turn(message: Message) -> bool:
-    """Whether the policy took this message: an assistant's, unless its `loss` is false or 0."""
-    loss = message.get("loss")
-    return message.get("role") == "assistant" and (loss is None or bool(loss))
-
-
 def check_roles(messages: Sequence[Message]) -> None:
     """Raise ValueError for an unknown role, or a system message that is not the first message."""
     for n, message in enumerate(messages, 1):

@@ -14,9 +14,9 @@ from typing import Any
 
 from race_jax.jsonl import MAX_LINE_BYTES, JsonError, dumps, lines, loads, replacing
 from race_jax.trajectory_conversations import from_conversations
-from race_jax.trajectory_messages import Report, is_turn, normalise, short, tools_of
+from race_jax.trajectory_messages import Report, normalise, short, tools_of
 from race_jax.trajectory_tokens import PARTS, from_spans, from_turns
-from race_jax.types import TokenTrajectory, Trajectory
+from race_jax.types import TokenTrajectory, Trajectory, is_turn
 
 RULES: Mapping[str, str] = {
     "empty-file": "The file holds at least one trajectory.",

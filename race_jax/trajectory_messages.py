@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from race_jax.jsonl import loads
-from race_jax.types import Message
+from race_jax.types import Message, is_turn
 
 Report = Callable[[str, str], None]
 """Takes the rule that is broken and a message that says where and how."""
@@ -34,11 +34,6 @@ def strict(text: str) -> Any:
     if parsed.nonfinite:
         raise ValueError("a number is not finite")
     return parsed.value
-
-
-def is_turn(message: Mapping[str, Any]) -> bool:
-    """Whether a normalised message is a turn: an assistant's, without `loss` false."""
-    return message["role"] == "assistant" and message.get("loss") is not False
 
 
 def split_think(content: str) -> tuple[str, str]:

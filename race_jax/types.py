@@ -19,6 +19,12 @@ Message = dict[str, Any]
 """One chat message: `role`, `content`, and for assistants `reasoning_content`, `tool_calls`."""
 
 
+def is_turn(message: Mapping[str, Any]) -> bool:
+    """Whether the policy took this message: an assistant's, unless its `loss` is false or 0."""
+    loss = message.get("loss")
+    return message.get("role") == "assistant" and (loss is None or bool(loss))
+
+
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
     """A finished episode in chat-message form, or as token ids with span kinds.

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from race_jax.trajectories import Fault, Line, scan, write
-from race_jax.trajectory_messages import is_turn
-from race_jax.types import Trajectory
+from race_jax.types import Trajectory, is_turn
 
 
 @dataclasses.dataclass

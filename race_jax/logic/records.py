@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from race_jax.logic.cover import Cover
-from race_jax.types import Message, TokenTrajectory, Trajectory
+from race_jax.types import Message, TokenTrajectory, Trajectory, is_turn
 
 THINK, SKIP = "THINK", "SKIP"
 
@@ -77,7 +77,7 @@ def cover_record(
         "reward": trajectory.reward,
         "success": trajectory.success,
         "original_reasoning": [
-            str(m.get("reasoning_content") or "") for m in turn_messages(trajectory.messages)
+            str(m.get("reasoning_content") or "") for m in trajectory.messages if is_turn(m)
         ],
         "tools": [dict(tool) for tool in trajectory.tools],
         "messages": messages,
@@ -96,8 +96,3 @@ def cover_record(
             ],
         }
     return record
-
-
-def turn_messages(messages) -> list[Message]:
-    """The assistant messages that are turns: all but those whose `loss` is false."""
-    return [m for m in messages if m.get("role") == "assistant" and m.get("loss", True)]
