@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,11 @@ import jax.numpy as jnp
 _MASKED = -1e30  # finite, so that a row with nothing to see gives numbers and finite gradients
 _OUTER = 16  # query chunks written out in the program; each sees only the keys up to its end
 _INNER = 128  # queries whose scores are alive at once
+_KEYS = 128  # keys per step of the attention to a cache
+_MERGED = 192  # most query rows (tokens times heads per group) of one product
+# Scores of one step. XLA splits larger element-wise work over its threads, and for pieces of this
+# kind the hand-over costs more than it saves.
+_SCORES = 24576
 
 
 def segment_attention(
@@ -102,3 +109,151 @@ def masked_attention(q: jax.Array, k: jax.Array, v: jax.Array, allowed: jax.Arra
         "bkgqs,bskh->bqkgh", weights, v, precision=precision, preferred_element_type=jnp.float32
     )
     return mixed.reshape(q.shape).astype(q.dtype)
+
+
+class Jobs(NamedTuple):
+    """Which rows attend together: runs of neighbours in one slot, cut into pieces of a few sizes.
+
+    Attributes:
+        first: int32 [sizes, R]; the first row of each piece of that size, then filler.
+        count: int32 [sizes]; how many pieces of that size there are.
+    """
+
+    first: jax.Array
+    count: jax.Array
+
+
+def job_sizes(rows: int, queries: int) -> tuple[int, ...]:
+    """The sizes of pieces, falling to 1, for `rows` rows of `queries` query rows each."""
+    sizes = [1]
+    while 2 * sizes[0] <= rows and 2 * sizes[0] * queries <= _MERGED:
+        sizes.insert(0, 2 * sizes[0])
+    return tuple(sizes)
+
+
+def plan_jobs(slots: jax.Array, sizes: tuple[int, ...]) -> Jobs:
+    """Cut runs of equal `slots` int32 [R] into pieces of `sizes`, the largest first."""
+    index = jnp.arange(slots.shape[0])
+    opens = jnp.concatenate([jnp.array([True]), slots[1:] != slots[:-1]])
+    run = jnp.cumsum(opens) - 1
+    start = jnp.full_like(index, slots.shape[0]).at[run].min(index)[run]
+    place, length = index - start, jnp.zeros_like(index).at[run].add(1)[run]
+    firsts, counts, before = [], [], jnp.zeros_like(index)
+    for size in sizes:
+        within = (length - before) // size * size
+        mine = (place >= before) & (place < before + within) & ((place - before) % size == 0)
+        firsts.append(jnp.argsort(~mine, stable=True))
+        counts.append(jnp.sum(mine))
+        before += within
+    return Jobs(jnp.stack(firsts), jnp.stack(counts))
+
+
+def cached_attention(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: jax.Array,
+    slots: jax.Array,
+    starts: jax.Array,
+    jobs: Jobs,
+) -> jax.Array:
+    """Attention of rows of new tokens to a cache that holds them already.
+
+    Neighbouring rows of one slot share the reading of its keys, which costs as much as the products
+    when rows are short. Each piece runs an online softmax over blocks of keys, up to its last token
+    and not to the end of the cache.
+
+    Args:
+        q: [R, Q, N, H].
+        keys: [L, slots + 1, K, S, H].
+        values: [L, slots + 1, K, S, H].
+        layer: int32 [], which layer of the cache.
+        slots: int32 [R].
+        starts: int32 [R], position of each row's first token; `starts + Q` is at most S.
+        jobs: From `plan_jobs(slots, job_sizes(R, Q * N / K))`.
+
+    Returns:
+        [R, Q, N, H] in the dtype of `q`.
+    """
+    rows, size, heads, width = q.shape
+    kv_heads = keys.shape[2]
+    groups = heads // kv_heads
+    grouped = (q / math.sqrt(width)).astype(q.dtype).reshape(rows, size, kv_heads, groups, width)
+    grouped = grouped.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, size * groups, width)
+    offsets = jnp.repeat(jnp.arange(size), groups)
+
+    def job(piece: int, together: int, firsts: jax.Array, index: jax.Array, out: jax.Array):
+        first, head = firsts[index // (kv_heads // together)], index % (kv_heads // together)
+        at = (first, head * together, 0, 0)
+        queries = jax.lax.dynamic_slice(grouped, at, (piece, together, *grouped.shape[2:]))
+        begin = jax.lax.dynamic_slice_in_dim(starts, first, piece)
+        places = (begin[:, None] + offsets).reshape(-1)
+        mixed = _online_softmax(
+            queries.swapaxes(0, 1).reshape(together, -1, width),
+            places,
+            keys,
+            values,
+            (layer, slots[first], head * together),
+            jnp.min(begin),
+            jnp.max(places),
+        )
+        mixed = mixed.reshape(together, piece, -1, width).swapaxes(0, 1).astype(q.dtype)
+        return jax.lax.dynamic_update_slice(out, mixed, at)
+
+    out = jnp.zeros_like(grouped)
+    for i, piece in enumerate(job_sizes(rows, size * groups)):
+        fits = max(1, _SCORES // (piece * size * groups * _KEYS))
+        together = max(h for h in range(1, kv_heads + 1) if kv_heads % h == 0 and h <= fits)
+        work = functools.partial(job, piece, together, jobs.first[i])
+        out = jax.lax.fori_loop(0, jobs.count[i] * (kv_heads // together), work, out)
+    out = out.reshape(rows, kv_heads, size, groups, width).transpose(0, 2, 1, 3, 4)
+    return out.reshape(q.shape)
+
+
+def _online_softmax(
+    q: jax.Array,
+    places: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    at: tuple[jax.Array, jax.Array, jax.Array],
+    low: jax.Array,
+    high: jax.Array,
+) -> jax.Array:
+    """Queries [K, M, H] at positions `places` [M] in low..high, on (layer, slot, first head)."""
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    kv_heads, count, width = q.shape
+    block = min(_KEYS, keys.shape[3])
+
+    def load(store: jax.Array, begin: jax.Array) -> jax.Array:
+        shape = (1, 1, kv_heads, block, width)
+        return jax.lax.dynamic_slice(store, (*at, begin, 0), shape)[0, 0]
+
+    def step(masked: bool, index: jax.Array, carry: tuple) -> tuple:
+        top, total, mixed = carry
+        # The last block is moved back where it would pass the cache's end.
+        begin = jnp.minimum(index * block, keys.shape[3] - block)
+        v = load(values, begin)
+        scores = product("kmh,ksh->kms", q, load(keys, begin))
+        if masked:
+            spots = begin + jnp.arange(block)
+            seen = (spots >= index * block) & (spots <= places[:, None])
+            scores = jnp.where(seen, scores, _MASKED)
+            # What lies beyond the last token is stale, and 0 times a stale NaN is NaN.
+            v = jnp.where((spots <= high)[:, None], v, 0)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+        weights = jnp.exp(scores - new_top[..., None])
+        shrink = jnp.exp(top - new_top)
+        total = total * shrink + jnp.sum(weights, axis=-1)
+        mixed = mixed * shrink[..., None] + product("kms,ksh->kmh", weights.astype(v.dtype), v)
+        return new_top, total, mixed
+
+    carry = (
+        jnp.full((kv_heads, count), _MASKED),
+        jnp.zeros((kv_heads, count)),
+        jnp.zeros((kv_heads, count, width)),
+    )
+    full = low // block
+    carry = jax.lax.fori_loop(0, full, functools.partial(step, False), carry)
+    carry = jax.lax.fori_loop(full, high // block + 1, functools.partial(step, True), carry)
+    return carry[2] / carry[1][..., None]

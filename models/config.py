@@ -192,16 +192,17 @@ def _check_size(name: str, value: Any) -> None:
 
 def _refuse_unsupported(data: Mapping[str, Any]) -> None:
     """Raise for a setting whose effect on the network is not implemented."""
-    for key, allowed, what in (
-        ("hidden_act", ("silu", None), "activations"),
-        ("quantization_config", (None,), "quantised weights: none"),
-        ("attention_dropout", (0, None), "attention dropouts"),
+    for key, allowed in (
+        ("hidden_act", ("silu",)),
+        ("quantization_config", ()),
+        ("attention_dropout", (0,)),
     ):
-        if data.get(key) not in allowed:
-            listed = ", ".join(repr(value) for value in allowed if value is not None)
+        value = data.get(key)
+        if value is not None and value not in allowed:
+            listed = ", ".join(map(repr, allowed)) or "none"
             raise ValueError(
-                f"config.json has {key} {data[key]!r}; supported {what}"
-                f"{': ' + listed if listed else ''}. Convert the checkpoint or choose another model."
+                f"config.json has {key} {value!r}; supported: {listed}. Convert the checkpoint or "
+                "choose another model."
             )
     if data.get("use_sliding_window") and data.get("sliding_window") is not None:
         layers = data.get("num_hidden_layers", 0)

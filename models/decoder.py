@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from race_jax.models import cache as caches
-from race_jax.models.attention import masked_attention, segment_attention
+from race_jax.models.attention import (
+    cached_attention,
+    job_sizes,
+    masked_attention,
+    plan_jobs,
+    segment_attention,
+)
 from race_jax.models.cache import KVCache
 from race_jax.models.config import ModelConfig
 from race_jax.models.layers import Block, Decoder, rms_norm
@@ -31,13 +38,19 @@ class Model:
         config: The shape of the network.
         params: Nested dict of arrays; the blocks' arrays have a leading axis of layers.
         max_length: Context length in tokens in place of the configuration's, or None.
+        attention: How `extend` attends: `blocked` loops over the rows and over the keys that each
+            has, `gathered` works on all keys of all rows at once, `auto` takes the first on a CPU
+            and the second elsewhere.
     """
 
     config: ModelConfig
     params: Params = dataclasses.field(compare=False, repr=False)
     max_length: int | None = None
+    attention: str = "auto"
 
     def __post_init__(self):
+        if self.attention not in ("auto", "blocked", "gathered"):
+            raise ValueError(f"attention is {self.attention!r}; choose auto, blocked or gathered.")
         if self.max_length is not None and self.max_length < 1:
             raise ValueError(f"the context length is {self.max_length}; it must be at least 1.")
 
@@ -129,22 +142,43 @@ class Model:
         positions = starts[:, None] + jnp.arange(tokens.shape[1])
         cos, sin = rotation_tables(self.config.rope, self.config.head_dim, positions)
         template = self._template()
-        allowed = positions[:, :, None] >= jnp.arange(cache.k.shape[2])
+        attend = self._cached_attention(slots, starts, positions, cache.k.shape[3])
 
         def step(carry: Any, item: Any) -> tuple[Any, None]:
-            x, keys, values = carry
+            x, cache = carry
             layer, index = item
             block = nnx.merge(template, layer)
             q, k, v = block.project(x, cos, sin)
-            keys = caches.append(keys, index, k, slots, starts)
-            values = caches.append(values, index, v, slots, starts)
-            mixed = masked_attention(q, keys[index, slots], values[index, slots], allowed)
-            return (block.finish(x, mixed), keys, values), None
+            cache = caches.append(cache, index, k, v, slots, starts)
+            return (block.finish(x, attend(q, cache, index)), cache), None
 
         indices = jnp.arange(self.config.num_hidden_layers)
-        carry = (_embed(params, tokens), cache.k, cache.v)
-        (x, keys, values), _ = jax.lax.scan(step, carry, (params["layers"], indices))
-        return rms_norm(x, params["norm"], self.config.rms_norm_eps), KVCache(keys, values)
+        carry = (_embed(params, tokens), cache)
+        (x, cache), _ = jax.lax.scan(step, carry, (params["layers"], indices))
+        return rms_norm(x, params["norm"], self.config.rms_norm_eps), cache
+
+    def _cached_attention(
+        self, slots: jax.Array, starts: jax.Array, positions: jax.Array, length: int
+    ) -> Callable[[jax.Array, KVCache, jax.Array], jax.Array]:
+        """How rows of new tokens attend to one layer of the cache on this backend."""
+        blocked = self.attention == "blocked" or (
+            self.attention == "auto" and jax.default_backend() == "cpu"
+        )
+        if blocked:
+            groups = self.config.num_attention_heads // self.config.num_key_value_heads
+            sizes = job_sizes(positions.shape[0], positions.shape[1] * groups)
+            jobs = plan_jobs(slots, sizes)
+            return lambda q, cache, layer: cached_attention(
+                q, cache.k, cache.v, layer, slots, starts, jobs
+            )
+        allowed = positions[:, :, None] >= jnp.arange(length)
+
+        def gathered(q: jax.Array, cache: KVCache, layer: jax.Array) -> jax.Array:
+            k = cache.k[layer, slots].swapaxes(1, 2)
+            v = cache.v[layer, slots].swapaxes(1, 2)
+            return masked_attention(q, k, v, allowed)
+
+        return gathered
 
     def read_rows(self, cache: KVCache, slots: jax.Array, starts: jax.Array, size: int) -> KVCache:
         """Copy `size` entries from each `(slots[r], starts[r])` out of the cache."""

@@ -64,7 +64,7 @@ def contract(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32."""
+    """Root-mean-square norm: x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32."""
     x = x.astype(jnp.float32)
     mean = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(mean + eps) * scale.astype(jnp.float32)
