@@ -15,6 +15,8 @@ of warm programs; compile time is printed on its own. Needs torch and transforme
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import time
 from collections.abc import Callable
 
@@ -28,15 +30,13 @@ from race_jax.chat import renderer_for
 from race_jax.families import family_of
 from race_jax.logic.cover import Cover, last_scored
 from race_jax.logic.engine import Engine
-from race_jax.logic.scoring import Scorer, action_means, scored_positions
+from race_jax.logic.scoring import Scorer, bucket_length, action_means, scored_positions
 from race_jax.logic.search import Search
 from race_jax.models import Model, load_config, load_model
 from race_jax.tokenizer import load_tokenizer
+from race_jax.train.runtime import enable_compilation_cache
 from race_jax.trajectories import read
-from race_jax.types import Assembled, TokenTrajectory, Trajectory
-
-GRID = tuple(float(x) for x in np.geomspace(1e-3, 3.0, 12))
-"""Thresholds among which the one nearest to a wanted acceptance is taken."""
+from race_jax.types import Assembled, TokenTrajectory, TokenTurn, Trajectory
 
 
 class PatientSearch(Search):
@@ -51,16 +51,19 @@ class PatientSearch(Search):
 
 
 def load_cut(path: str, renderer, turns: int, count: int) -> list[TokenTrajectory]:
-    """The first `count` trajectories of at least `turns` turns, cut to that many."""
+    """The first `count` trajectories, cut to `turns` turns or continued with the next one's."""
+    items = [item for item in read(path) if isinstance(item, Trajectory)]
+    tokens = [renderer.encode(item) for item in items]
+    if len(tokens) < count:
+        raise SystemExit(f"{path} has {len(tokens)} trajectories, {count} are needed")
     out = []
-    for item in read(path):
-        if isinstance(item, Trajectory):
-            tokens = renderer.encode(item)
-            if len(tokens.turns) >= turns:
-                out.append(TokenTrajectory(tokens.id, tokens.prompt, tokens.turns[:turns]))
-        if len(out) == count:
-            return out
-    raise SystemExit(f"{path} has {len(out)} trajectories of {turns} turns, {count} are needed")
+    for first in range(count):
+        gathered: list[TokenTurn] = []
+        for other in itertools.islice(itertools.cycle(tokens), first, first + len(tokens)):
+            # An episode's last turn may end without observation; inside an episode none does.
+            gathered += [turn for turn in other.turns if turn.observation]
+        out.append(dataclasses.replace(tokens[first], turns=tuple(gathered[:turns])))
+    return out
 
 
 def candidates(trajectory: TokenTrajectory, cover: Cover) -> list[Assembled]:
@@ -110,39 +113,24 @@ def run_engine(
     """Seconds, covers and padded tokens of one warm engine run."""
     longest = max(length(t.assemble()) for t in trajectories)
     engine = Engine(network, network.params, length=longest, search=kind, **sizes)
-    list(engine.run(trajectories[:1], [1e9]))
-    before = engine.stats.tokens
+    engine.warm()
     begun = time.perf_counter()
     covers = [c[0] for c in engine.run(trajectories, [epsilon])]
-    return time.perf_counter() - begun, covers, engine.stats.tokens - before
+    return time.perf_counter() - begun, covers, engine.stats.tokens
 
 
-def nearest(network: Model, trajectories: list[TokenTrajectory], share: float, **sizes) -> float:
-    """The threshold whose acceptance comes nearest to `share`."""
-    if share <= 0:
-        return 0.0
-    if share >= 1:
-        return 1e9
-    longest = max(length(t.assemble()) for t in trajectories)
-    engine = Engine(network, network.params, length=longest, **sizes)
-    accepted = np.zeros(len(GRID))
-    tested = 0
-    for covers in engine.run(trajectories, GRID):
-        accepted += [len(c.removed) for c in covers]
-        tested += len(covers[0].removals)
-    return GRID[int(np.abs(accepted / tested - share).argmin())]
-
-
-def measure(network, peer, trajectories, share: float, every: int, sizes) -> list[tuple]:
-    """One row per method: name, seconds, tokens."""
-    epsilon = nearest(network, trajectories, share, **sizes)
+def measure(network, peer, trajectories, epsilon: float, every: int, sizes) -> list[tuple]:
+    """One row per method: acceptance, least tokens, name, seconds, tokens."""
     exact = run_engine(network, trajectories, epsilon, Search, **sizes)
-    patient = run_engine(network, trajectories, epsilon, PatientSearch, **sizes)
+    patient = run_engine(
+        network, trajectories, epsilon, PatientSearch, share_prompts=False, **sizes
+    )
+    alone = run_engine(network, trajectories, epsilon, Search, share_prompts=False, **sizes)
     by_id = {c.id: c for c in exact[1]}
     work = [s for t in trajectories for s in candidates(t, by_id[t.id])]
     tokens = sum(map(length, work))
     scorer = Scorer(network, network.params)
-    for size in sorted({length(s) for s in work}):
+    for size in sorted({bucket_length(length(s)) for s in work}):
         scorer.warm(size)
     loops = [
         ("torch, full logits", lambda s: torch_score(peer, s, full=True)),
@@ -151,10 +139,11 @@ def measure(network, peer, trajectories, share: float, every: int, sizes) -> lis
     ]
     rows = [(name, time_loop(score, work, every), tokens) for name, score in loops]
     rows.append(("cached", patient[0], patient[2]))
-    rows.append(("cached, early exit", exact[0], exact[2]))
+    rows.append(("cached, early exit", alone[0], alone[2]))
+    rows.append(("and prompts shared", exact[0], exact[2]))
     accepted = sum(len(c.removed) for c in exact[1]) / sum(len(c.removals) for c in exact[1])
     minimum = sum(c.tokens_minimum for c in exact[1])
-    return [(accepted, epsilon, minimum, *row) for row in rows]
+    return [(accepted, minimum, *row) for row in rows]
 
 
 def main() -> None:
@@ -163,15 +152,15 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="Hugging Face directory, float32 is used")
     parser.add_argument("--trajectories", required=True)
     parser.add_argument("--turns", default="8,16,30")
-    parser.add_argument("--acceptance", default="0,0.4,1")
-    parser.add_argument("--count", type=int, default=4, help="trajectories per row")
-    parser.add_argument("--every", type=int, default=4, help="run every K-th loop candidate")
+    parser.add_argument("--epsilons", default="0,0.03,1e9", help="few, some and all pass")
+    parser.add_argument("--count", type=int, default=2, help="trajectories per row")
+    parser.add_argument("--every", type=int, default=1, help="run every K-th loop candidate")
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--row-tokens", type=int, default=16)
     args = parser.parse_args()
     sizes = {"slots": args.slots, "rows": args.rows, "row_tokens": args.row_tokens}
-    torch.set_num_threads(torch.get_num_threads())
+    enable_compilation_cache()
     config = load_config(args.model)
     renderer = renderer_for(load_tokenizer(args.model), family_of(config.model_type))
     network = load_model(args.model)
@@ -184,10 +173,10 @@ def main() -> None:
     table.add_column("x faster than\ntorch, full logits", justify="right")
     for turns in map(int, args.turns.split(",")):
         trajectories = load_cut(args.trajectories, renderer, turns, args.count)
-        for share in map(float, args.acceptance.split(",")):
-            rows = measure(network, peer, trajectories, share, args.every, sizes)
-            full, gathered = rows[0][4], rows[1][4]
-            for accepted, epsilon, minimum, name, seconds, tokens in rows:
+        for epsilon in map(float, args.epsilons.split(",")):
+            rows = measure(network, peer, trajectories, epsilon, args.every, sizes)
+            full, gathered = rows[0][3], rows[1][3]
+            for accepted, minimum, name, seconds, tokens in rows:
                 table.add_row(
                     str(turns),
                     f"{accepted:.0%}",

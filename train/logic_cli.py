@@ -227,10 +227,11 @@ class Run:
         )
 
     def _measure(self, engine: Engine, group: list[Source]) -> None:
-        """Measure the noise floor once per run, on the first trajectories of the first group."""
+        """Measure the noise floor once per run, on the shortest trajectories of the first group."""
         if self.floor is not None:
             return
-        wanted = {source.line for source in group[:CALIBRATION]}
+        shortest = sorted(group, key=lambda source: source.tokens)[:CALIBRATION]
+        wanted = {source.line for source in shortest}
         samples = [tokens for _, tokens in self.survey.trajectories(wanted)]
         scorer = Scorer(self.network, self.network.params)
         self.floor = float(f"{noise_floor(engine, scorer, samples):.3g}")

@@ -150,6 +150,19 @@ class Engine:
         states = hidden.reshape(-1, hidden.shape[-1])[pick]
         return leading_token_logprobs(states, head, targets, count), cache
 
+    def warm(self) -> None:
+        """Compile every program, on rows that belong to nobody."""
+        cache = self.model.init_cache(self.params, self.slots, self.cache_length)
+        for rows in self.buckets:
+            tokens = np.zeros((rows, self.row_tokens), np.int32)
+            slots, starts = np.full(rows, self.slots, np.int32), np.zeros(rows, np.int32)
+            where = np.zeros(tokens.size, np.int32)
+            copied = self._read(cache, slots, starts, self.row_tokens)
+            cache = self._write(cache, copied, slots, starts)
+            _, cache = self._step(
+                self.params, self.head, cache, tokens, slots, starts, where, where, 0
+            )
+
     def run(
         self,
         trajectories: Iterable[TokenTrajectory],

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from race_jax.logic.cover import last_scored
 from race_jax.logic.engine import Engine, Failure
-from race_jax.logic.scoring import Scorer, bucket_length
+from race_jax.logic.scoring import Scorer
 from race_jax.types import TokenTrajectory
 
 
@@ -25,8 +24,8 @@ def freeze(trajectory: TokenTrajectory) -> TokenTrajectory:
 def noise_floor(engine: Engine, scorer: Scorer, trajectories: Iterable[TokenTrajectory]) -> float:
     """The largest difference between two computations of the same action likelihoods.
 
-    One goes through the engine's cached rows, the other through a whole uncached pass in the next
-    padding bucket: other shapes, other chunks, the same mathematics.
+    One goes through the engine's cached rows, the other through one uncached pass, padded: other
+    shapes, other chunks, the same mathematics.
 
     Args:
         engine: The engine whose decisions are to be judged.
@@ -45,9 +44,6 @@ def noise_floor(engine: Engine, scorer: Scorer, trajectories: Iterable[TokenTraj
         (result,) = engine.run([frozen], [0.0])
         if isinstance(result, Failure):
             raise ValueError(f"trajectory {result.id}: {result.reason}")
-        sequence = frozen.assemble()
-        length = last_scored(sequence, len(frozen.turns) - 1)
-        bucket = bucket_length(bucket_length(length) + 1)
-        other = scorer.score(sequence, bucket=bucket)
+        other = scorer.score(frozen.assemble())
         largest = max(largest, float(np.abs(result[0].loglik_full - other).max()))
     return largest
