@@ -30,7 +30,7 @@ from race_jax.chat import renderer_for
 from race_jax.families import family_of
 from race_jax.logic.cover import Cover, last_scored
 from race_jax.logic.engine import Engine
-from race_jax.logic.scoring import Scorer, bucket_length, action_means, scored_positions
+from race_jax.logic.scoring import Scorer, action_means, bucket_length, scored_positions
 from race_jax.logic.search import Search
 from race_jax.models import Model, load_config, load_model
 from race_jax.tokenizer import load_tokenizer
