@@ -16,10 +16,11 @@ from race_jax.chat import Renderer, renderer_for
 from race_jax.families import family_of
 from race_jax.jsonl import JsonlLog
 from race_jax.logic.cover import check_epsilons, last_scored
-from race_jax.logic.engine import Engine, Failure, Stats, fit_slots
+from race_jax.logic.engine import Engine, Failure, Stats
 from race_jax.logic.noise import noise_floor
 from race_jax.logic.records import cover_record
 from race_jax.logic.scoring import Scorer
+from race_jax.logic.seats import fit_slots
 from race_jax.models import Model, load_config, load_model
 from race_jax.report import summary_table
 from race_jax.tokenizer import load_tokenizer
@@ -178,7 +179,7 @@ class Run:
     slots: int
     rows: int
     row_tokens: int
-    floor: float | None = None
+    floor: float = 0.0
 
     def write(
         self, log: JsonlLog, pending: list[Source], done: dict, *, save_tokens: bool, strict: bool
@@ -186,12 +187,14 @@ class Run:
         """Append a record per trajectory and threshold; returns how many trajectories failed."""
         failures = 0
         digests = {source.id: source.digest for source in pending}
+        groups = group_by_length(pending)
+        engine = self._engine(groups[0])
+        self.floor = self._measure(engine, groups[0])
         with Meter(self.console, "LoGiC", sum(s.tokens for s in pending)) as meter:
-            finished = 0
-            for group in group_by_length(pending):
-                engine = self._engine(group)
-                self._measure(engine, group)
-                update = functools.partial(show, meter, finished, engine.stats.tokens)
+            before = Stats()
+            for group in groups:
+                engine = engine if group is groups[0] else self._engine(group)
+                update = functools.partial(show, meter, before)
                 originals: dict[str, tuple[Trajectory, TokenTrajectory]] = {}
                 for result in engine.run(self._feed(group, originals), self.epsilons, update):
                     if isinstance(result, Failure):
@@ -208,7 +211,7 @@ class Run:
                     ]
                     for record in records:
                         log.append(record)
-                finished += sum(s.tokens for s in group)
+                before = before.plus(engine.stats)
         return failures
 
     def _engine(self, group: list[Source]) -> Engine:
@@ -226,24 +229,21 @@ class Run:
             row_tokens=self.row_tokens,
         )
 
-    def _measure(self, engine: Engine, group: list[Source]) -> None:
-        """Measure the noise floor once per run, on the shortest trajectories of the first group."""
-        if self.floor is not None:
-            return
+    def _measure(self, engine: Engine, group: list[Source]) -> float:
+        """The run's noise floor, on the shortest trajectories of a group."""
         shortest = sorted(group, key=lambda source: source.tokens)[:CALIBRATION]
-        wanted = {source.line for source in shortest}
-        samples = [tokens for _, tokens in self.survey.trajectories(wanted)]
+        samples = [tokens for _, tokens in self.survey.trajectories({s.line for s in shortest})]
         scorer = Scorer(self.network, self.network.params)
-        self.floor = float(f"{noise_floor(engine, scorer, samples):.3g}")
-        self.console.print(
-            f"noise floor {self.floor:.1e} nats per token ({self.settings['dtype']})"
-        )
-        low = [epsilon for epsilon in self.epsilons if epsilon <= self.floor]
+        floor = float(f"{noise_floor(engine, scorer, samples):.3g}")
+        self.console.print(f"noise floor {floor:.1e} nats per token ({self.settings['dtype']})")
+        low = ", ".join(str(epsilon) for epsilon in self.epsilons if epsilon <= floor)
         if low:
             self.console.print(
-                f"warning: the noise floor is above epsilon {', '.join(map(str, low))}: decisions "
-                "there measure rounding; use --dtype float32 or a larger epsilon"
+                f"warning: the noise floor is above epsilon {low}: decisions there measure "
+                "rounding; use --dtype float32 or a larger epsilon"
             )
+        engine.stats = Stats()
+        return floor
 
     def _feed(self, group: list[Source], originals: dict) -> Iterator[TokenTrajectory]:
         for trajectory, tokens in self.survey.trajectories({s.line for s in group}):
@@ -260,7 +260,6 @@ class Run:
             return []
 
     def _record(self, cover, trajectory, tokens, digests, save_tokens) -> dict[str, Any]:
-        assert self.floor is not None
         renderer = self.survey.renderer
         gone = {t for t in range(len(tokens.turns)) if t in cover.removed}
         messages = self._messages(trajectory, tokens, gone)
@@ -288,10 +287,11 @@ class Run:
         }
 
 
-def show(meter: Meter, finished: float, before: int, stats: Stats) -> None:
-    """Put an engine's state on the meter."""
-    rate = (stats.tokens - before) / max(meter.spent, 1e-9)
-    meter.update(finished + stats.work, f"{stats.finished} done, {rate:,.0f} tokens/s")
+def show(meter: Meter, before: Stats, stats: Stats) -> None:
+    """Put the sum of earlier engines' and this engine's state on the meter."""
+    total = before.plus(stats)
+    rate = total.tokens / max(meter.spent, 1e-9)
+    meter.update(total.work, f"{total.finished} done, {rate:,.0f} tokens/s")
 
 
 def group_by_length(sources: list[Source], shortest: int = 2048) -> list[list[Source]]:

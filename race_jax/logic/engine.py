@@ -17,8 +17,6 @@ beginning is in some slot's cache already, it is copied instead of forwarded.
 from __future__ import annotations
 
 import dataclasses
-import math
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -61,6 +59,11 @@ class Stats:
     shared: int = 0
     work: float = 0.0
 
+    def plus(self, other: Stats) -> Stats:
+        """Both together."""
+        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
+        return Stats(*(a + b for a, b in zip(mine, theirs, strict=True)))
+
 
 @dataclasses.dataclass
 class _Resident:
@@ -68,33 +71,6 @@ class _Resident:
 
     prompt: np.ndarray
     valid: int
-
-
-def fit_slots(
-    model: LanguageModel, params: Params, length: int, slots: int, epsilons: int = 1
-) -> int:
-    """How many of `slots` caches fit, with those of parked searches counted in.
-
-    Args:
-        model: Pure forward functions.
-        params: The model's parameters.
-        length: Cache length in tokens.
-        slots: The most that are wanted.
-        epsilons: Thresholds; where they part, each may hold a copy in host memory.
-
-    Returns:
-        Between 1 and `slots`: at most 0.3 of the free host memory, or half of what the
-        accelerator has left.
-    """
-    shapes = jax.tree.leaves(jax.eval_shape(lambda p: model.init_cache(p, 1, length), params))
-    each = sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes) / 2
-    free = 0.3 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    stats = jax.local_devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        left = 0.5 * (stats["bytes_limit"] - stats["bytes_in_use"])
-        return int(min(max(left // each - 1, 1), max(free // (each * epsilons), 1), slots))
-    # A candidate's undo copies and the spare slot double the need.
-    return int(min(max(free // (each * (epsilons + 1)), 1), slots))
 
 
 class Engine:

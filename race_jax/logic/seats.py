@@ -1,14 +1,18 @@
-"""Which tokens go into the next step: seats, and how a step's rows are given out."""
+"""Which tokens go into the next step: seats, how many, and how a step's rows are given out."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from race_jax.logic.search import Search
+from race_jax.types import LanguageModel, Params
 
 
 @dataclasses.dataclass(eq=False)
@@ -95,3 +99,30 @@ def _lay_out(share: dict[Seat, int], bucket: int, row_tokens: int, spare: int) -
         targets.append((seat, first * row_tokens + aims - 1 - begin, aims))
         search.advance(len(taken), rows * row_tokens)
     return Batch(tokens, slots, starts, owners, targets)
+
+
+def fit_slots(
+    model: LanguageModel, params: Params, length: int, slots: int, epsilons: int = 1
+) -> int:
+    """How many of `slots` caches fit, with those of parked searches counted in.
+
+    Args:
+        model: Pure forward functions.
+        params: The model's parameters.
+        length: Cache length in tokens.
+        slots: The most that are wanted.
+        epsilons: Thresholds; where they part, each may hold a copy in host memory.
+
+    Returns:
+        Between 1 and `slots`: at most 0.3 of the free host memory, or half of what the
+        accelerator has left.
+    """
+    shapes = jax.tree.leaves(jax.eval_shape(lambda p: model.init_cache(p, 1, length), params))
+    each = sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes) / 2
+    free = 0.3 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        left = 0.5 * (stats["bytes_limit"] - stats["bytes_in_use"])
+        return int(min(max(left // each - 1, 1), max(free // (each * epsilons), 1), slots))
+    # A candidate's undo copies and the spare slot double the need.
+    return int(min(max(free // (each * (epsilons + 1)), 1), slots))

@@ -6,9 +6,10 @@ import pytest
 from toy import ToyModel, random_trajectory
 
 from race_jax.logic.cover import find_cover
-from race_jax.logic.engine import Engine, Failure, fit_slots
+from race_jax.logic.engine import Engine, Failure
 from race_jax.logic.noise import freeze, noise_floor
 from race_jax.logic.scoring import Scorer
+from race_jax.logic.seats import fit_slots
 from race_jax.types import TokenTrajectory, TokenTurn
 
 MODEL = ToyModel()
