@@ -108,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     function = getattr(importlib.import_module(command.module), command.function)
     try:
         return call(function, rest, words)
+    except SystemExit as stop:  # The parser has said what is wrong, or printed its help.
+        return int(stop.code or 0)
     except (ValueError, OSError) as error:
         print(f"race-jax {words}: {error}", file=sys.stderr)
         return 2

@@ -7,12 +7,12 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
 
-from race_jax.chat import Renderer, renderer_for
+from race_jax.chat import Renderer, SkipForm, renderer_for
 from race_jax.families import family_of
 from race_jax.jsonl import JsonlLog
 from race_jax.logic.cover import check_epsilons, last_scored
@@ -29,7 +29,6 @@ from race_jax.train.runtime import enable_compilation_cache, model_fingerprint
 from race_jax.trajectories import Line, scan
 from race_jax.types import TokenTrajectory, Trajectory
 
-DTYPES = ("float32", "bfloat16")
 CALIBRATION = 2
 """Trajectories whose likelihoods are computed twice to measure the noise floor."""
 
@@ -135,7 +134,7 @@ def already_done(
         mine = settings | {"save_tokens": save_tokens}
         # The fingerprint decides whether it is the same model, wherever it lies.
         differing = [key for key in mine if key != "model" and made[key] != mine[key]]
-        epsilon = record.get("epsilon")
+        epsilon = float(record.get("epsilon") or 0)
         if not differing and epsilon not in epsilons:
             made["epsilon"], mine["epsilon"] = epsilon, ",".join(map(str, epsilons))
             differing = ["epsilon"]
@@ -145,7 +144,7 @@ def already_done(
                 f"{log.path} was made with other settings ({what}): name another --out, or repeat "
                 "the settings it was made with"
             )
-        done[str(record.get("id")), float(epsilon)] = str(record.get("input_id"))
+        done[str(record.get("id")), epsilon] = str(record.get("input_id"))
     return done
 
 
@@ -309,8 +308,8 @@ def logic(
     trajectories: str,
     out: str,
     epsilon: str = "0.001",
-    dtype: str = "float32",
-    skip_form: str = "close",
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    skip_form: SkipForm = "close",
     save_tokens: bool = False,
     max_trajectories: int | None = None,
     strict: bool = False,
@@ -341,8 +340,6 @@ def logic(
     """
     console = Console(highlight=False, soft_wrap=True)
     epsilons = parse_epsilons(epsilon)
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
     if max_trajectories is not None and max_trajectories < 1:
         raise ValueError(f"--max-trajectories {max_trajectories}: it must be at least 1")
     config = load_config(model)

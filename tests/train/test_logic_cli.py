@@ -231,7 +231,7 @@ def test_strict_stops_at_the_first(model_dir, records, tmp_path, capsys):
         (["--epsilon", "-1"], "at least 0"),
         (["--epsilon", "nan"], "finite"),
         (["--epsilon", "0.1,x"], "'x' is not a number"),
-        (["--dtype", "float16"], "choose one of float32, bfloat16"),
+        (["--dtype", "float16"], "'float32', 'bfloat16'"),
         (["--skip-form", "none"], "close"),
         (["--max-trajectories", "0"], "at least 1"),
         (["--slots", "0"], "slots is 0"),
