@@ -36,79 +36,69 @@ def segment_attention(
     Returns:
         [B, T, N, H] in the dtype of `q`.
     """
-    length = q.shape[1]
-    chunk = max(_INNER, -(-length // _OUTER))
-    chunk = -(-chunk // _INNER) * _INNER
+    rows, length, heads, width = q.shape
+    kv_heads = k.shape[2]
+    scaled = (q / math.sqrt(width)).astype(q.dtype).swapaxes(1, 2)
+    scaled = scaled.reshape(rows, kv_heads, heads // kv_heads, length, width)
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    chunk = -(-length // (_OUTER * _INNER)) * _INNER
     parts = []
     for start in range(0, length, chunk):
         end = min(start + chunk, length)
-        parts.append(_chunk_attention(q[:, start:end], k[:, :end], v[:, :end], segment_ids, start))
-    return jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+        parts.append(
+            _chunk_attention(
+                scaled[..., start:end, :], k[..., :end, :], v[..., :end, :], segment_ids, start
+            )
+        )
+    out = jnp.concatenate(parts, axis=3) if len(parts) > 1 else parts[0]
+    return out.reshape(rows, heads, length, width).swapaxes(1, 2)
 
 
 def _chunk_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, start: int
 ) -> jax.Array:
-    """Queries `start` .. `start` + C on the keys up to their end, in blocks of queries."""
-    rows, size = q.shape[:2]
-    seen = segment_ids[:, : k.shape[1]]
+    """Queries `start`.. [B, K, G, C, H] on the keys [B, K, S, H] up to their end, in blocks."""
+    rows, kv_heads, groups, size, width = q.shape
+    seen = segment_ids[:, : k.shape[2]]
     own = segment_ids[:, start : start + size]
-    block = jax.checkpoint(_block_attention)
+    spots = jnp.arange(k.shape[2])
+
+    @jax.checkpoint
+    def block(q: jax.Array, own: jax.Array, places: jax.Array) -> jax.Array:
+        allowed = (own[:, :, None] == seen[:, None, :]) & (places[:, None] >= spots)
+        return masked_attention(q, k, v, allowed)
+
     if size <= _INNER:
-        return block(q, k, v, own, seen, start + jnp.arange(size))
+        return block(q, own, start + jnp.arange(size))
     pad = -size % _INNER
-
-    def split(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(rows, -1, _INNER, *x.shape[2:]), 1, 0)
-
     places = (start + jnp.arange(size + pad)).reshape(-1, _INNER)
-    out = jax.lax.map(
-        lambda part: block(part[0], k, v, part[1], seen, part[2]), (split(q), split(own), places)
-    )
-    return jnp.moveaxis(out, 0, 1).reshape(rows, size + pad, *q.shape[2:])[:, :size]
-
-
-def _block_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    own: jax.Array,
-    seen: jax.Array,
-    places: jax.Array,
-) -> jax.Array:
-    """Attention of queries at `places` int32 [Q], of segments `own` [B, Q], to keys 0..S."""
-    allowed = (own[:, :, None] == seen[:, None, :]) & (
-        places[:, None] >= jnp.arange(k.shape[1])[None, :]
-    )
-    return masked_attention(q, k, v, allowed)
+    q = jnp.pad(q, [(0, 0)] * 3 + [(0, pad), (0, 0)])
+    q = jnp.moveaxis(q.reshape(rows, kv_heads, groups, -1, _INNER, width), 3, 0)
+    own = jnp.pad(own, [(0, 0), (0, pad)]).reshape(rows, -1, _INNER).swapaxes(0, 1)
+    out = jax.lax.map(lambda part: block(*part), (q, own, places))
+    return jnp.moveaxis(out, 0, 3).reshape(rows, kv_heads, groups, -1, width)[..., :size, :]
 
 
 def masked_attention(q: jax.Array, k: jax.Array, v: jax.Array, allowed: jax.Array) -> jax.Array:
     """Softmax attention under an explicit mask, with the softmax in float32.
 
     Args:
-        q: [B, Q, N, H].
-        k: [B, S, K, H].
-        v: [B, S, K, H].
-        allowed: bool [B, Q, S].
+        q: [B, K, G, Q, H], divided by sqrt(H) already.
+        k: [B, K, S, H].
+        v: [B, K, S, H].
+        allowed: bool [B, Q, S], true somewhere in each row.
 
     Returns:
-        [B, Q, N, H] in the dtype of `q`.
+        [B, K, G, Q, H] in the dtype of `q`.
     """
-    rows, size, heads, width = q.shape
-    groups = heads // k.shape[2]
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    grouped = q.reshape(rows, size, k.shape[2], groups, width)
-    scores = jnp.einsum(
-        "bqkgh,bskh->bkgqs", grouped, k, precision=precision, preferred_element_type=jnp.float32
-    )
-    scores = jnp.where(allowed[:, None, None], scores / math.sqrt(width), _MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    mixed = jnp.einsum(
-        "bkgqs,bskh->bqkgh", weights, v, precision=precision, preferred_element_type=jnp.float32
-    )
-    return mixed.reshape(q.shape).astype(q.dtype)
+    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    scores = product("bkgqh,bksh->bkgqs", q, k)
+    scores = jnp.where(allowed[:, None, None], scores, _MASKED)
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    weights = jnp.exp(scores - top)
+    mixed = product("bkgqs,bksh->bkgqh", weights.astype(v.dtype), v)
+    return (mixed / jnp.sum(weights, axis=-1, keepdims=True)).astype(q.dtype)
 
 
 class Jobs(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +78,7 @@ class Model:
 
         Args:
             params: Parameters, as in `params`.
-            tokens: int32 [B, T], in [0, V); an id outside gives NaN.
+            tokens: int32 [B, T], in [0, V); an id outside makes its row NaN. Any id at padding.
             positions: int32 [B, T], from 0 in each segment.
             segment_ids: int32 [B, T]; 0 = padding, on any side. A token sees the earlier tokens of
                 its own segment.
@@ -95,7 +96,8 @@ class Model:
             return block.finish(x, segment_attention(q, k, v, segment_ids)), None
 
         body = jax.checkpoint(step, prevent_cse=False) if remat else step
-        x, _ = jax.lax.scan(body, _embed(params, tokens), params["layers"])
+        x = _embed(params, jnp.where(segment_ids > 0, tokens, 0))
+        x, _ = jax.lax.scan(body, x, params["layers"])
         return rms_norm(x, params["norm"], self.config.rms_norm_eps)
 
     def head(self, params: Params) -> jax.Array:
@@ -131,7 +133,7 @@ class Model:
         Args:
             params: Parameters, as in `params`.
             cache: From `init_cache`.
-            tokens: int32 [R, Q].
+            tokens: int32 [R, Q], in [0, V); fill up short rows with any id in that range.
             slots: int32 [R]; the number of slots names the spare one, for empty rows.
             starts: int32 [R]; `starts[r] + Q` must not pass the cache's length, of spare rows
                 either: a write past the end would be moved back over earlier tokens.
@@ -164,8 +166,8 @@ class Model:
         blocked = self.attention == "blocked" or (
             self.attention == "auto" and jax.default_backend() == "cpu"
         )
+        groups = self.config.num_attention_heads // self.config.num_key_value_heads
         if blocked:
-            groups = self.config.num_attention_heads // self.config.num_key_value_heads
             sizes = job_sizes(positions.shape[0], positions.shape[1] * groups)
             jobs = plan_jobs(slots, sizes)
             return lambda q, cache, layer: cached_attention(
@@ -174,9 +176,13 @@ class Model:
         allowed = positions[:, :, None] >= jnp.arange(length)
 
         def gathered(q: jax.Array, cache: KVCache, layer: jax.Array) -> jax.Array:
-            k = cache.k[layer, slots].swapaxes(1, 2)
-            v = cache.v[layer, slots].swapaxes(1, 2)
-            return masked_attention(q, k, v, allowed)
+            rows, size, heads, width = q.shape
+            scaled = (q / math.sqrt(width)).astype(q.dtype).swapaxes(1, 2)
+            scaled = scaled.reshape(rows, -1, groups, size, width)
+            # What lies beyond the last token is stale, and 0 times a stale NaN is NaN.
+            v = jnp.where(allowed[:, None, -1, :, None], cache.v[layer, slots], 0)
+            mixed = masked_attention(scaled, cache.k[layer, slots], v, allowed)
+            return mixed.reshape(rows, heads, size, width).swapaxes(1, 2)
 
         return gathered
 

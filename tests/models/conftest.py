@@ -1,0 +1,97 @@
+"""Tiny random checkpoints of both families, written by transformers."""
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+COMMON = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "attn_implementation": "eager",
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen2-tied-yarn": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": False, "head_dim": 12}),
+    "qwen3-tied-yarn-bias": (
+        "qwen3",
+        {
+            "tie_word_embeddings": True,
+            "head_dim": 16,
+            "attention_bias": True,
+            "rope_parameters": YARN,
+        },
+    ),
+    "qwen3-linear-mha": (
+        "qwen3",
+        {"head_dim": 8, "num_key_value_heads": 4, "rope_parameters": LINEAR},
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One network twice: the transformers module and the directory that it was saved to."""
+
+    name: str
+    module: Any
+    path: Path
+
+
+def build(name: str) -> Any:
+    """A transformers model with random weights, norms and biases included."""
+    family, changes = CASES[name]
+    config_class = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}[family]
+    model_class = {
+        "qwen2": transformers.Qwen2ForCausalLM,
+        "qwen3": transformers.Qwen3ForCausalLM,
+    }[family]
+    module = model_class(config_class(**copy.deepcopy(COMMON | changes))).float().eval()
+    generator = torch.Generator().manual_seed(len(name))
+    with torch.no_grad():
+        for key, value in module.named_parameters():
+            noise = torch.randn(value.shape, generator=generator)
+            value.copy_(1.0 + 0.3 * noise if "norm" in key else 0.2 * noise)
+    return module
+
+
+@pytest.fixture(scope="session", params=list(CASES))
+def pair(request, tmp_path_factory):
+    module = build(request.param)
+    path = tmp_path_factory.mktemp("tiny") / request.param
+    module.save_pretrained(path)
+    return Pair(request.param, module, path)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A qwen3 checkpoint of its own, for tests that need no comparison over families."""
+    module = build("qwen3")
+    path = tmp_path_factory.mktemp("tiny") / "one"
+    module.save_pretrained(path)
+    return Pair("qwen3", module, path)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
