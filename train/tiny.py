@@ -10,6 +10,7 @@ to think.
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -30,23 +31,39 @@ class TinyTraining:
     Attributes:
         drill_steps: Updates on look-up drills, which come first. Without them the look-ups of whole
             episodes are not found within minutes.
+        drill_batch: Drills per update.
         steps: Updates on episodes.
-        batch: Rows per update.
-        emptied: Share of episodes, in [0, 1], in which each block is emptied with probability 1/2.
+        batch: Episodes per update.
+        emptied: Share of episodes, in [0, 1], with blocks emptied at random.
         matrix_lr: Learning rate of the matrices (Muon), per update.
         other_lr: Learning rate of embeddings and norms (Adam).
         warmup: Updates over which the rates rise from 0.
         decay: Share of all updates, at the end, over which they fall to 0; in [0, 1].
     """
 
-    drill_steps: int = 80
-    steps: int = 220
-    batch: int = 16
-    emptied: float = 0.5
-    matrix_lr: float = 0.01
-    other_lr: float = 0.003
+    drill_steps: int = 90
+    drill_batch: int = 16
+    steps: int = 300
+    batch: int = 8
+    emptied: float = 0.75
+    matrix_lr: float = 0.02
+    other_lr: float = 0.005
     warmup: int = 10
-    decay: float = 0.5
+    decay: float = 0.7
+
+    def __post_init__(self):
+        for name, low, high in (
+            *((name, 0, None) for name in ("drill_steps", "steps", "warmup")),
+            *((name, 1, None) for name in ("drill_batch", "batch")),
+            *((name, 0, None) for name in ("matrix_lr", "other_lr")),
+            *((name, 0, 1) for name in ("emptied", "decay")),
+        ):
+            value = getattr(self, name)
+            if not low <= value or (high is not None and value > high):
+                rule = f"at least {low}" if high is None else f"from {low} to {high}"
+                raise ValueError(f"training.{name} is {value}; it must be {rule}")
+        if not self.drill_steps + self.steps:
+            raise ValueError("training.drill_steps and training.steps are both 0; train a little")
 
 
 class Batch(NamedTuple):
@@ -104,7 +121,8 @@ def fresh_model(config: ModelConfig, seed: int) -> Model:
         for name, leaf in layers["attention"].items()
     }
     mlp = {
-        name: leaf * (width**-0.5 / config.initializer_range) for name, leaf in layers["mlp"].items()
+        name: leaf * (width**-0.5 / config.initializer_range)
+        for name, leaf in layers["mlp"].items()
     }
     attention["out"] = jnp.zeros_like(attention["out"])
     mlp["down"] = jnp.zeros_like(mlp["down"])
@@ -145,13 +163,52 @@ def batch(rows: Sequence[Row], length: int, places: int) -> Batch:
     return out
 
 
+def lessons(
+    episodes: Sequence[TokenTrajectory],
+    drills: Sequence[TokenTrajectory],
+    settings: TinyTraining,
+    seed: int,
+) -> Iterator[Batch]:
+    """The batches of a whole training: drills first, then episodes with blocks emptied at random.
+
+    Each pass over the episodes is in a new order, and empties other blocks.
+    """
+    rng = random.Random(f"lessons {seed}")
+    for kind, items, steps, size in (
+        ("drills", drills, settings.drill_steps, settings.drill_batch),
+        ("episodes", episodes, settings.steps, settings.batch),
+    ):
+        if steps and not items:
+            raise ValueError(f"{steps} updates on {kind} are asked for, but there are none")
+        full = [row(item) for item in items]
+        # Few widths, so that few programs are compiled.
+        length = -(-max((len(r.tokens) for r in full), default=0) // 16) * 16
+        places = -(-max((sum(r.loss_mask) for r in full), default=0) // 16) * 16
+        order: list[int] = []
+        for _ in range(steps):
+            rows = []
+            for _ in range(size):
+                order = order or rng.sample(range(len(items)), len(items))
+                i = order.pop()
+                emptied = kind == "episodes" and rng.random() < settings.emptied
+                rows.append(row(items[i], _some(rng, len(items[i].turns))) if emptied else full[i])
+            yield batch(rows, length, places)
+
+
+def _some(rng: random.Random, turns: int) -> set[int]:
+    """Turns to empty: each with the same chance, which itself is drawn per episode."""
+    chance = rng.random()
+    return {t for t in range(turns) if rng.random() < chance}
+
+
 def loss_sum(model: Model, params: Params, data: Batch) -> tuple[jax.Array, jax.Array]:
     """Negative log-likelihood of the trained tokens: its sum in nats, and their number."""
-    rows, length = data.tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
-    hidden = model.forward(params, data.tokens, positions, jnp.ones_like(data.tokens))
+    tokens = jnp.asarray(data.tokens)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    # Padding stands at the end only, where no trained token sees it.
+    hidden = model.forward(params, tokens, positions, jnp.ones_like(tokens))
     before = jnp.take_along_axis(hidden, data.places[..., None], axis=1)
-    targets = jnp.take_along_axis(data.tokens, data.places + 1, axis=1)
+    targets = jnp.take_along_axis(tokens, data.places + 1, axis=1)
     logprobs = token_logprobs(
         before.reshape(-1, before.shape[-1]), model.head(params), targets.reshape(-1), chunk=4096
     )
@@ -160,22 +217,19 @@ def loss_sum(model: Model, params: Params, data: Batch) -> tuple[jax.Array, jax.
 
 def optimizer(model: Model, settings: TinyTraining) -> optax.GradientTransformation:
     """Muon on the matrices of the blocks, Adam on embeddings and norms."""
-    total = settings.drill_steps + settings.steps
-    fall = max(int(settings.decay * total), 1)
-
-    def schedule(peak: float) -> optax.Schedule:
-        rise = optax.linear_schedule(0.0, peak, settings.warmup)
-        return optax.join_schedules(
-            [rise, optax.linear_schedule(peak, 0.0, fall)],
-            [max(total - fall, settings.warmup)],
-        )
-
     muon = optax.contrib.muon(
-        schedule(settings.matrix_lr),
-        adam_learning_rate=schedule(settings.other_lr),
+        schedule(settings, settings.matrix_lr),
+        adam_learning_rate=schedule(settings, settings.other_lr),
         muon_weight_dimension_numbers=lambda params: matrix_axes(model.config),
     )
     return optax.chain(optax.clip_by_global_norm(1.0), muon)
+
+
+def schedule(settings: TinyTraining, peak: float) -> optax.Schedule:
+    """A rate that rises in a line to `peak`, stays, and falls in a line to 0."""
+    total = settings.drill_steps + settings.steps
+    rise, fall = max(settings.warmup, 1), max(settings.decay * total, 1)
+    return lambda step: peak * jnp.clip(jnp.minimum((step + 1) / rise, (total - step) / fall), 0, 1)
 
 
 def matrix_axes(config: ModelConfig) -> Any:

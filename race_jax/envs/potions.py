@@ -16,65 +16,13 @@ import dataclasses
 import json
 import random
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from race_jax.envs.word_tokenizer import tool_words
-from race_jax.types import Message, Trajectory
+from race_jax.envs.potion_text import ARGUMENTS, DONE, SYSTEM, TOOLS, WRONG
+from race_jax.types import Message, TokenTrajectory, TokenTurn, Trajectory
 
-SYSTEM = (
-    "You keep a potion shop.",
-    " p:h tells a potion's herb, h:s a herb's shelf, s:r a shelf's room, h~h a herb's substitute.",
-    " For each order go to the room, take the herb, brew the potion and serve it.",
-)
-"""The system prompt, sentence by sentence."""
-
-ARGUMENTS = {"go": "room", "take": "herb", "brew": "potion", "serve": "potion"}
-"""The tools and the one argument of each."""
-
-_PURPOSE = {
-    "go": "Walk to a room.",
-    "take": "Take a herb.",
-    "brew": "Brew a potion.",
-    "serve": "Serve a potion.",
-}
-
-TOOLS: tuple[dict[str, Any], ...] = tuple(
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": _PURPOSE[name],
-            "parameters": {
-                "type": "object",
-                "properties": {argument: {"type": "string"}},
-                "required": [argument],
-            },
-        },
-    }
-    for name, argument in ARGUMENTS.items()
-)
-"""OpenAI-style schemas of the four tools."""
-
-_DONE = "Served. All orders are done."
-_WRONG = "That was wrong."
-
-PHRASES = (
-    "Facts:",
-    "\nOrder:",
-    "Look up",
-    "Look up the substitute",
-    "Now take",
-    "Now brew",
-    "Now serve",
-    "You are in",
-    "You took",
-    "The shelf is empty, there is no",
-    "You brewed",
-    "Served. Next order:",
-    _DONE,
-    _WRONG,
-)
-"""All that is said in this world beside facts and names."""
+if TYPE_CHECKING:
+    from race_jax.chat import Renderer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +118,7 @@ class PotionShop:
         expected = {ARGUMENTS[right.name]: right.argument}
         if call.get("name") != right.name or call.get("arguments") != expected:
             self._done = True
-            return Step(_WRONG, 0.0, True)
+            return Step(WRONG, 0.0, True)
         self._turn += 1
         self._done = self._turn == len(self._script)
         return Step(right.observation, float(self._done), self._done)
@@ -217,17 +165,18 @@ def oracle_trajectory(seed: int, config: PotionShopConfig | None = None) -> Traj
     )
 
 
-def drill_trajectory(
-    seed: int, lookups: int = 5, config: PotionShopConfig | None = None
-) -> Trajectory:
-    """An exercise in look-ups: a chat that goes from one to the next and skips all between.
+def drill(
+    seed: int, renderer: Renderer, lookups: int = 10, config: PotionShopConfig | None = None
+) -> TokenTrajectory:
+    """An exercise in look-ups: a chat whose one block of reasoning goes from each to the next.
 
-    The world does not allow this; it is a denser lesson than whole episodes, to begin with.
+    This is no episode of the world, but a much denser lesson, to begin a training with: each turn
+    is a look-up without an action, and its observation names the next thing to look up.
 
     Args:
         seed: Any integer; equal seeds give equal drills.
-        lookups: Turns, from 1 to twice the world's size. Each looks up another potion or
-            substitute.
+        renderer: Of the tokenizer that is trained for.
+        lookups: From 1 to twice the world's size. Each looks up another potion or substitute.
         config: Size of the world.
 
     Raises:
@@ -240,13 +189,22 @@ def drill_trajectory(
     shop = _draw_shop(rng, size)
     first, *potions = rng.sample(sorted(shop.herb), size)
     items = [first, *rng.sample(potions + sorted(shop.substitute), 2 * size - 1)][:lookups]
-    messages = _opening(_task(rng, shop, first))
-    asked = [_served(item) if item in shop.herb else _missing(item) for item in items]
-    for n, item in enumerate(items):
+    encode = renderer.codec.encode
+    turns = []
+    for n, (item, following) in enumerate(zip(items, [*items[1:], None], strict=True)):
         turn = shop.go(item) if item in shop.herb else shop.go_for_substitute(item)
-        observation = (*asked, _DONE)[n + 1]
-        messages += _exchange(n + 1, turn.reasoning, "go", {"room": turn.argument}, observation)
-    return Trajectory(f"potions/drill/{seed}", tuple(messages), TOOLS, extra={"env": "potions"})
+        if following is None:
+            observation = ()
+        elif n % 3 == 2:
+            # Now and then as in an episode, where the template stands between order and look-up.
+            reply = _served(following) if following in shop.herb else _missing(following)
+            observation = renderer.observation_ids([{"role": "tool", "content": reply}])
+        else:
+            order = f"\nOrder: {following}"
+            observation = encode(order if following in shop.herb else _missing(following))
+        turns.append(TokenTurn(encode(turn.reasoning), (), (), observation))
+    prompt = renderer.prompt_ids(_opening(_task(rng, shop, first)), TOOLS)
+    return TokenTrajectory(f"potions/drill/{seed}", prompt, tuple(turns))
 
 
 def _opening(task: str) -> list[Message]:
@@ -269,25 +227,6 @@ def _exchange(
         turn,
         {"role": "tool", "tool_call_id": call_id, "name": name, "content": observation},
     ]
-
-
-def facts(size: int) -> list[str]:
-    """Every fact that a task of this size can state, each with the space before it."""
-    pairs = [(a, b) for a in range(1, size + 1) for b in range(1, size + 1)]
-    chains = [f" {x}{a}:{y}{b}" for x, y in ("ph", "hs", "sr") for a, b in pairs]
-    return chains + [f" h{a}~h{b}" for a, b in pairs if a != b]
-
-
-def names(size: int) -> list[str]:
-    """Every potion, herb, shelf and room."""
-    return [f"{kind}{i}" for kind in "phsr" for i in range(1, size + 1)]
-
-
-def words(size: int) -> list[str]:
-    """Every word of a world of this size, for `word_tokenizer`: each becomes one token."""
-    spaced = [f" {name}" for name in names(size)]
-    said = [*SYSTEM, *PHRASES, *facts(size), *spaced, *names(size)]
-    return said + tool_words(TOOLS)
 
 
 class _Shop(NamedTuple):
@@ -316,7 +255,7 @@ class _Shop(NamedTuple):
         shelf = self.shelf[herb]
         room = self.room[shelf]
         way = f"{thought} {herb}:{shelf} {shelf}:{room}"
-        return _Turn(way, "go", room, f"You are in {room}", needed=True)
+        return _Turn(way, "go", room, f"You are in {room}, at the shelf of {herb}", needed=True)
 
 
 def _draw(rng: random.Random, config: PotionShopConfig) -> tuple[str, list[_Turn]]:
@@ -327,7 +266,7 @@ def _draw(rng: random.Random, config: PotionShopConfig) -> tuple[str, list[_Turn
     script: list[_Turn] = []
     for k, potion in enumerate(orders):
         last = k + 1 == len(orders)
-        reply = _DONE if last else _served(orders[k + 1])
+        reply = DONE if last else _served(orders[k + 1])
         script += _serve_order(shop, potion, k == empty, reply)
     return task, script
 
@@ -380,7 +319,7 @@ def _serve_order(shop: _Shop, potion: str, empty: bool, reply: str) -> list[_Tur
         herb = shop.substitute[herb]
     return [
         *turns,
-        _Turn(f"Now take {herb}", "take", herb, f"You took {herb}", needed=False),
+        _Turn(f"Now take {herb}", "take", herb, f"You took {herb} for {potion}", needed=False),
         _Turn(f"Now brew {potion}", "brew", potion, f"You brewed {potion}", needed=False),
         _Turn(f"Now serve {potion}", "serve", potion, reply, needed=False),
     ]

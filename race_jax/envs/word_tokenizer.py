@@ -81,9 +81,8 @@ def word_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     longest_first = sorted(unique, key=len, reverse=True)
     split = pre_tokenizers.Split(Regex("|".join(map(re.escape, longest_first))), "isolated")
-    # pyright: the stubs type Sequence's argument as list[PreTokenizer] and hide the subclasses.
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])  # pyright: ignore
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKERS])
     return PreTrainedTokenizerFast(

@@ -3,13 +3,15 @@ import re
 
 import pytest
 
-from race_jax.envs import potions
+from race_jax.chat import renderer_for
+from race_jax.envs import potion_text, potions
 from race_jax.envs.potions import (
     PotionShop,
     PotionShopConfig,
-    drill_trajectory,
     oracle_trajectory,
 )
+from race_jax.envs.word_tokenizer import word_tokenizer
+from race_jax.tokenizer import spell
 
 SEEDS = range(40)
 
@@ -38,7 +40,7 @@ def solve(world, task):
 
     def act(name, argument):
         nonlocal reward, done
-        call = {"name": name, "arguments": {potions.ARGUMENTS[name]: argument}}
+        call = {"name": name, "arguments": {potion_text.ARGUMENTS[name]: argument}}
         made.append(call)
         reply, reward, done = world.step(call)
         return reply
@@ -114,7 +116,7 @@ def test_the_messages_read_as_the_world_tells_them():
         "role": "tool",
         "tool_call_id": "call_1",
         "name": "go",
-        "content": f"You are in {room}",
+        "content": f"You are in {room}, at the shelf of {herb}",
     }
     assert trajectory.messages[-1]["content"] == "Served. All orders are done."
 
@@ -173,32 +175,45 @@ def test_other_sizes_are_solvable(size, orders):
         assert len(made) in (4 * orders, 4 * orders + 2)
 
 
+@pytest.fixture(scope="module")
+def renderer():
+    return renderer_for(word_tokenizer(potion_text.words(5)), "qwen3")
+
+
 @pytest.mark.parametrize("lookups", [1, 5, 10])
-def test_a_drill_looks_up_as_the_facts_say(lookups):
+def test_a_drill_looks_up_as_the_facts_say(renderer, lookups):
+    decode = renderer.codec.decode
     for seed in range(20):
-        drill = drill_trajectory(seed, lookups)
-        _, chain, substitute, asked = parse(drill.messages[1]["content"])
-        assert sum(message["role"] == "assistant" for message in drill.messages) == lookups
+        drill = potions.drill(seed, renderer, lookups)
+        task = spell(decode(drill.prompt)).split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
+        _, chain, substitute, asked = parse(task)
+        assert len(drill.turns) == lookups
         seen = set()
-        for turn, reply in zip(drill.messages[2::2], drill.messages[3::2], strict=True):
+        for turn in drill.turns:
             herb = chain[asked] if asked[0] == "p" else substitute[asked]
             mark = f"up {asked}:" if asked[0] == "p" else f"substitute {asked}~"
             shelf = chain[herb]
-            assert turn["reasoning_content"].endswith(
-                f"{mark}{herb} {herb}:{shelf} {shelf}:{chain[shelf]}"
-            )
-            assert json.loads(turn["tool_calls"][0]["function"]["arguments"]) == {
-                "room": chain[shelf]
-            }
+            way = f"{mark}{herb} {herb}:{shelf} {shelf}:{chain[shelf]}"
+            assert decode(turn.reasoning).endswith(way)
+            assert turn.action == turn.skip == ()
             seen.add(asked)
-            asked = reply["content"].split()[-1]
-        assert asked == "done." and len(seen) == lookups
+            *_, asked = re.findall(r"[ph]\d", decode(turn.observation)) or [None]
+        assert asked is None and len(seen) == lookups
 
 
-def test_a_drill_that_the_world_has_no_room_for_is_refused():
+def test_a_drill_begins_as_an_episode_does(renderer):
+    episode = renderer.encode(oracle_trajectory(0))
+    drill = potions.drill(0, renderer)
+    assert len(drill.prompt) == len(episode.prompt)
+    assert drill.prompt[:22] == episode.prompt[:22] and drill.prompt[-4:] == episode.prompt[-4:]
+    assert drill.turns[0].reasoning[0] == episode.turns[0].reasoning[0]
+    assert potions.drill(0, renderer) == drill != potions.drill(1, renderer)
+
+
+def test_a_drill_that_the_world_has_no_room_for_is_refused(renderer):
     for lookups in (0, 11):
         with pytest.raises(ValueError, match=f"lookups is {lookups}; with size=5 it can be 1 to"):
-            drill_trajectory(0, lookups)
+            potions.drill(0, renderer, lookups)
 
 
 @pytest.mark.parametrize(
@@ -222,11 +237,10 @@ def test_everything_that_is_said_is_in_the_lists_of_words():
     texts = []
     for seed in range(60):
         messages = oracle_trajectory(seed).messages
-        messages += drill_trajectory(seed).messages[1:]
         texts += [m["content"] for m in messages[1:] if m["content"]]
         texts += [m["reasoning_content"] for m in messages if m["role"] == "assistant"]
-    named = [" " + name for name in potions.names(size)]
-    pieces = sorted((*potions.PHRASES, *potions.facts(size), *named), key=len, reverse=True)
+    named = [" " + name for name in potion_text.names(size)]
+    pieces = sorted((*potion_text.PHRASES, *potion_text.facts(size), *named), key=len, reverse=True)
     whole = re.compile(f"(?:{'|'.join(map(re.escape, pieces))})+")
     assert all(whole.fullmatch(text) for text in [*texts, "That was wrong."])
-    assert "".join(potions.SYSTEM) == PotionShop.system
+    assert "".join(potion_text.SYSTEM) == PotionShop.system
