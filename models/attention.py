@@ -106,11 +106,11 @@ class Jobs(NamedTuple):
 
     Attributes:
         first: int32 [sizes, R]; the first row of each piece of that size, then filler.
-        count: int32 [sizes]; how many pieces of that size there are.
+        number: int32 [sizes]; how many pieces of that size there are.
     """
 
     first: jax.Array
-    count: jax.Array
+    number: jax.Array
 
 
 def job_sizes(rows: int, queries: int) -> tuple[int, ...]:
@@ -195,7 +195,7 @@ def cached_attention(
         fits = max(1, _SCORES // (piece * size * groups * _KEYS))
         together = max(h for h in range(1, kv_heads + 1) if kv_heads % h == 0 and h <= fits)
         work = functools.partial(job, piece, together, jobs.first[i])
-        out = jax.lax.fori_loop(0, jobs.count[i] * (kv_heads // together), work, out)
+        out = jax.lax.fori_loop(0, jobs.number[i] * (kv_heads // together), work, out)
     out = out.reshape(rows, kv_heads, size, groups, width).transpose(0, 2, 1, 3, 4)
     return out.reshape(q.shape)
 
