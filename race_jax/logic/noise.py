@@ -12,6 +12,10 @@ from race_jax.logic.scoring import Scorer
 from race_jax.types import TokenTrajectory
 
 
+RESOLUTION = 2.0**-24
+"""Half of float32's step at 1, where the log-softmax adds up: nothing finer can be told apart."""
+
+
 def freeze(trajectory: TokenTrajectory) -> TokenTrajectory:
     """The same sequence with nothing to test: every turn's reasoning becomes its skip form."""
     turns = tuple(
@@ -33,12 +37,13 @@ def noise_floor(engine: Engine, scorer: Scorer, trajectories: Iterable[TokenTraj
         trajectories: A few samples.
 
     Returns:
-        max_j |l_j - l'_j| over all actions of the samples, nats per token; 0 without samples.
+        max_j |l_j - l'_j| over all actions of the samples, nats per token, and never less than
+        `RESOLUTION`.
 
     Raises:
         ValueError: A sample cannot be scored.
     """
-    largest = 0.0
+    largest = RESOLUTION
     for trajectory in trajectories:
         frozen = freeze(trajectory)
         (result,) = engine.run([frozen], [0.0])
