@@ -122,10 +122,12 @@ def run_engine(
 def measure(network, peer, trajectories, epsilon: float, every: int, sizes) -> list[tuple]:
     """One row per method: acceptance, least tokens, name, seconds, tokens."""
     exact = run_engine(network, trajectories, epsilon, Search, **sizes)
-    patient = run_engine(
-        network, trajectories, epsilon, PatientSearch, share_prompts=False, **sizes
-    )
     alone = run_engine(network, trajectories, epsilon, Search, share_prompts=False, **sizes)
+    patient = alone  # where all pass, there is nothing to leave early
+    if any(not r.accepted for cover in alone[1] for r in cover.removals):
+        patient = run_engine(
+            network, trajectories, epsilon, PatientSearch, share_prompts=False, **sizes
+        )
     by_id = {c.id: c for c in exact[1]}
     work = [s for t in trajectories for s in candidates(t, by_id[t.id])]
     tokens = sum(map(length, work))
@@ -152,7 +154,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="Hugging Face directory, float32 is used")
     parser.add_argument("--trajectories", required=True)
     parser.add_argument("--turns", default="8,16,30")
-    parser.add_argument("--epsilons", default="0,0.03,1e9", help="few, some and all pass")
+    parser.add_argument("--epsilons", default="0,0.1,1e9", help="few, some and all pass")
     parser.add_argument("--count", type=int, default=2, help="trajectories per row")
     parser.add_argument("--every", type=int, default=1, help="run every K-th loop candidate")
     parser.add_argument("--slots", type=int, default=16)
