@@ -119,6 +119,24 @@ def last_scored(sequence: Assembled, turn: int) -> int:
     return int(sequence.actions[turn, 1]) - 1
 
 
+def first_forwarded(sequence: Assembled, turn: int) -> int:
+    """Where forwarding must begin to score the actions from `turn` on.
+
+    At the turn's first token; one before it if that is the action's own, for want of a skip form.
+    """
+    return int(min(sequence.starts[turn], sequence.actions[turn, 0] - 1))
+
+
+def most_scored(trajectory: TokenTrajectory) -> int:
+    """How many tokens the longest candidate forwards.
+
+    The full trajectory's count, unless a skip form is longer than the reasoning that it replaces.
+    """
+    turns = [trajectory.turns[t] for t in trajectory.reasoned if t > 0]
+    longer = sum(max(len(turn.skip) - len(turn.reasoning), 0) for turn in turns)
+    return last_scored(trajectory.assemble(), len(trajectory.turns) - 1) + longer
+
+
 def find_cover(trajectory: TokenTrajectory, score: Score, epsilon: float = EPSILON) -> Cover:
     """Algorithm 1, one full pass per candidate.
 
@@ -152,7 +170,7 @@ def find_cover(trajectory: TokenTrajectory, score: Score, epsilon: float = EPSIL
         violating = np.flatnonzero(decreases > epsilon)
         end = last if violating.size == 0 else t + int(violating[0])
         naive += last_scored(candidate, last)
-        minimum += last_scored(candidate, end) - int(candidate.starts[t])
+        minimum += last_scored(candidate, end) - first_forwarded(candidate, t)
         accepted = violating.size == 0
         removals.append(Removal(t, tuple(decreases[: end - t + 1].tolist()), accepted))
         if accepted:

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from race_jax.logic.cover import Cover, check_epsilons
+from race_jax.logic.cover import Cover, check_epsilons, first_forwarded, most_scored
 from race_jax.logic.scoring import float32_head
 from race_jax.logic.search import Outcome, Search
 from race_jax.logic.seats import Batch, Seat, plan
@@ -161,13 +161,12 @@ class Engine:
         thresholds = check_epsilons(epsilons)
         source = iter(trajectories)
         parked: deque[tuple[Search, Any]] = deque()
-        done: dict[int, list[Cover]] = {}
         seats: list[Seat] = []
         residents: dict[int, _Resident] = {}
         settled = 0.0
         cache = self.model.init_cache(self.params, self.slots, self.cache_length)
         while True:
-            cache, failures = self._seat(seats, parked, source, thresholds, cache)
+            cache, failures = self._seat(seats, parked, residents, source, thresholds, cache)
             yield from failures
             if not seats:
                 return
@@ -187,13 +186,12 @@ class Engine:
                     self.stats.finished += 1
                     yield item
                     continue
-                covers = done.setdefault(id(item.trajectory), [])
-                covers += item.covers()
-                if len(covers) == len(thresholds):
+                item.results.extend(item.covers())
+                if len(item.results) == len(thresholds):
                     self.stats.finished += 1
-                    yield sorted(done.pop(id(item.trajectory)), key=lambda c: c.epsilon)
+                    yield sorted(item.results, key=lambda c: c.epsilon)
 
-    def _seat(self, seats, parked, source, thresholds, cache):
+    def _seat(self, seats, parked, residents, source, thresholds, cache):
         """Fill free slots: parked searches first, so that few wait, then new trajectories."""
         failures = []
         while len(seats) < self.slots:
@@ -202,19 +200,18 @@ class Engine:
                 search, rows = parked.popleft()
                 cache = self._write(cache, rows, np.asarray([slot]), np.asarray([0]))
                 seats.append(Seat(search, slot))
+                prompt = np.asarray(search.trajectory.prompt)
+                residents[slot] = _Resident(prompt, len(prompt))
                 continue
             trajectory = next(source, None)
             if trajectory is None:
                 break
             search = self.search(trajectory, thresholds)
-            if search.stop > self.length:
+            longest = most_scored(trajectory)
+            if longest > self.length:
                 self.stats.finished += 1
-                failures.append(
-                    Failure(
-                        trajectory.id,
-                        f"{search.stop} tokens to score, but this run takes {self.length}",
-                    )
-                )
+                reason = f"{longest} tokens to score, but this run takes {self.length}"
+                failures.append(Failure(trajectory.id, reason))
                 continue
             seats.append(Seat(search, slot))
         return cache, failures
@@ -239,6 +236,7 @@ class Engine:
             soon += [_common(prompt, leader) for leader in leaders]
             donor = max(usable, key=lambda slot: (usable[slot], slot == seat.slot), default=None)
             now = usable[donor] if donor is not None else 0
+            now = min(now, first_forwarded(seat.search.sequence, 0))
             if max(soon, default=0) >= now + self.row_tokens:
                 waiting.append(seat)
             elif donor is None or now < self.row_tokens:
@@ -318,14 +316,14 @@ class Engine:
         What is not a number in a slot would reach the next trajectory there, masked or not: nought
         times it is none either.
         """
-        trajectory = bad.search.trajectory
-        for seat in [s for s in seats if s.search.trajectory is trajectory]:
+        results = bad.search.results
+        for seat in [s for s in seats if s.search.results is results]:
             slot, zero = np.asarray([seat.slot]), np.asarray([0])
             rows = self._read(cache, slot, zero, self.cache_length)
             cache = self._write(cache, jax.tree.map(jnp.zeros_like, rows), slot, zero)
             residents.pop(seat.slot, None)
             seats.remove(seat)
-        kept = [item for item in parked if item[0].trajectory is not trajectory]
+        kept = [item for item in parked if item[0].results is not results]
         parked.clear()
         parked.extend(kept)
         return cache

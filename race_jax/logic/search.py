@@ -12,7 +12,7 @@ import enum
 
 import numpy as np
 
-from race_jax.logic.cover import Cover, Removal, last_scored, require_finite
+from race_jax.logic.cover import Cover, Removal, first_forwarded, last_scored, require_finite
 from race_jax.logic.scoring import action_means
 from race_jax.types import Assembled, TokenTrajectory
 
@@ -48,6 +48,7 @@ class Search:
         sequence: What is being forwarded: the full trajectory or a candidate.
         turn: The turn under test; None while the full trajectory is scored.
         cursor: The next token to forward.
+        results: The finished covers of this trajectory, shared by the searches that split from one.
     """
 
     def __init__(self, trajectory: TokenTrajectory, epsilons: tuple[float, ...]):
@@ -55,6 +56,7 @@ class Search:
         self.trajectory = trajectory
         self.ledgers = [Ledger(epsilon) for epsilon in epsilons]
         self.alive = list(self.ledgers)
+        self.results: list[Cover] = []
         self.removed: tuple[int, ...] = ()
         self.untested = [t for t in trajectory.reasoned if t > 0]
         self.turn: int | None = None
@@ -73,6 +75,7 @@ class Search:
         self.is_target = np.zeros(len(sequence.tokens) + 1, bool)
         for begin, end in sequence.actions:
             self.is_target[begin:end] = True
+        self.values: list[float] = []
         self.decreases: list[float] = []
 
     @property
@@ -130,8 +133,9 @@ class Search:
         while self.turn + len(self.decreases) < turns and self.sure == 0:
             j = self.turn + len(self.decreases)
             begin, end = self.sequence.actions[j]
-            value = self.logprobs[begin:end].astype(np.float64).mean()
+            value = float(self.logprobs[begin:end].astype(np.float64).mean())
             require_finite(np.asarray([value]), self.trajectory.id)
+            self.values.append(value)
             self.decreases.append(float(self.current[j] - value))
             self._reject_above(j)
             if not self.alive:
@@ -174,8 +178,7 @@ class Search:
     def accept(self) -> None:
         """Make the candidate the sequence that later turns are compared with."""
         assert self.turn is not None
-        values = self.current[self.turn :] - np.asarray(self.decreases)
-        self.current = np.concatenate([self.current[: self.turn], values])
+        self.current = np.concatenate([self.current[: self.turn], self.values])
         self.removed = (*self.removed, self.turn)
 
     def next_test(self) -> bool:
@@ -184,7 +187,7 @@ class Search:
             return False
         self.turn = self.untested.pop(0)
         candidate = self.trajectory.assemble([*self.removed, self.turn])
-        self._load(candidate, int(candidate.starts[self.turn]))
+        self._load(candidate, first_forwarded(candidate, self.turn))
         self.alive = list(self.ledgers)
         for ledger in self.ledgers:
             ledger.naive += self.stop

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 from toy import ToyModel, random_trajectory
 
-from race_jax.logic.cover import find_cover
+from race_jax.logic.cover import find_cover, most_scored
 from race_jax.logic.engine import Engine, Failure
-from race_jax.logic.noise import freeze, noise_floor
+from race_jax.logic.noise import RESOLUTION, freeze, noise_floor
 from race_jax.logic.scoring import Scorer
+from race_jax.logic.search import Outcome, Search
 from race_jax.logic.seats import fit_slots
 from race_jax.types import TokenTrajectory, TokenTurn
 
@@ -150,6 +151,83 @@ def test_a_failure_inside_a_shared_prompt_does_not_hold_the_others_up():
     assert len(results) == 8
 
 
+def test_a_parked_search_takes_its_prompt_along():
+    # A search that returns from host memory overwrites a slot's cache; whoever is seated beside it
+    # must not copy what the slot held before.
+    rng = np.random.default_rng(2)
+    base = rng.integers(3, 32, 60)
+    family = []
+    for i in range(8):
+        trajectory = random_trajectory(200 + i, int(rng.integers(1, 6)))
+        cut, other = int(rng.integers(0, 60)), rng.integers(3, 32, int(rng.integers(0, 30)))
+        turned = (base + int(rng.integers(0, 3)) - 3) % 29 + 3
+        prompt = (*turned[:cut].tolist(), *other.tolist(), 5)
+        family.append(dataclasses.replace(trajectory, id=f"t{i}", prompt=prompt))
+    length = max(most_scored(t) for t in family)
+    engine = Engine(MODEL, PARAMS, length=length, slots=2, rows=8, row_tokens=2)
+    results = {covers[0].id: covers for covers in engine.run(family, EPSILONS)}
+    assert engine.stats.shared > 0
+    for trajectory in family:
+        for cover in results[trajectory.id]:
+            want = find_cover(trajectory, SCORER.score, cover.epsilon)
+            assert cover.removed == want.removed
+            np.testing.assert_allclose(cover.loglik_full, want.loglik_full, atol=1e-5)
+            np.testing.assert_allclose(cover.loglik_final, want.loglik_final, atol=1e-5)
+
+
+@pytest.mark.parametrize("skip", [(), (1, 9, 9, 9, 2)])
+def test_skip_forms_without_ids_and_longer_than_the_reasoning(skip):
+    turns = tuple(
+        dataclasses.replace(turn, skip=skip, reasoning=turn.reasoning[: 2 if skip else None])
+        for turn in TRAJECTORIES[8].turns
+    )
+    system = tuple(range(3, 19))
+    pair = [TokenTrajectory(name, system, turns) for name in "ab"]
+    # Exactly as long as needed, and the prompt ends with a row: nothing is there to spare.
+    length = max(most_scored(t) for t in pair)
+    engine = Engine(MODEL, PARAMS, length=length, slots=2, rows=8, row_tokens=4)
+    for covers in engine.run(pair, EPSILONS):
+        for cover in covers:
+            want = find_cover(pair[0], SCORER.score, cover.epsilon)
+            assert cover.removed == want.removed and cover.tokens_minimum == want.tokens_minimum
+            np.testing.assert_allclose(cover.loglik_full, want.loglik_full, atol=1e-5)
+            np.testing.assert_allclose(cover.loglik_final, want.loglik_final, atol=1e-5)
+    assert engine.stats.shared > 0
+
+
+def test_candidates_longer_than_the_engine_are_refused():
+    turn = TokenTurn((1,), (1, 9, 2), (5, 6), (7,))
+    trajectory = TokenTrajectory("long", (3, 4), (turn, turn, turn))
+    assert most_scored(trajectory) == 2 + 3 * 4 - 2 + 2 * 2
+    (result,) = Engine(MODEL, PARAMS, length=15).run([trajectory], [9.0])
+    assert isinstance(result, Failure) and "16 tokens to score" in result.reason
+    ((cover,),) = Engine(MODEL, PARAMS, length=16).run([trajectory], [9.0])
+    assert cover.removed == (1, 2)
+
+
+def test_the_same_trajectory_twice_gives_two_whole_results():
+    results = list(make(slots=2).run([TRAJECTORIES[7]] * 2, EPSILONS))
+    assert [[c.epsilon for c in covers] for covers in results] == [list(EPSILONS)] * 2
+
+
+def test_an_accepted_likelihood_is_the_candidate_s_to_the_last_bit():
+    # What is compared next must be what was computed: l - (l - l~) would be rounded.
+    trajectory = TokenTrajectory("t", (3,), (TokenTurn((4,), (1,), (5, 5, 5), (6,)),) * 2)
+    search = Search(trajectory, (1e9,))
+    before, after = np.float32([-5, -1, -1]), np.float32([-0.1, -0.1, -0.2])
+    full, removed = (x.astype(np.float64).mean() for x in (before, after))
+    assert full - (full - removed) != removed
+    for values in (before, after):
+        for begin, end in search.sequence.actions:
+            search.logprobs[begin:end] = values
+        search.cursor = search.stop
+        assert search.settle() in (Outcome.SCORED, Outcome.ACCEPTED)
+        if search.turn is None:
+            search.next_test()
+    search.accept()
+    assert search.current[1] == removed
+
+
 def test_one_turn_and_no_reasoning_need_one_pass():
     bare = TokenTrajectory(
         "bare", (3, 4), tuple(TokenTurn((), (1, 2), (5, 6), (7,)) for _ in range(3))
@@ -204,7 +282,8 @@ def test_progress_rises_to_the_input_s_length():
 
 def test_noise_floor_is_small_in_float32_and_seen_when_arithmetic_differs():
     floor = noise_floor(make(), SCORER, TRAJECTORIES[:2])
-    assert 0 <= floor < 1e-5
+    assert RESOLUTION <= floor < 1e-5
+    assert noise_floor(make(), SCORER, []) == RESOLUTION
     other = Scorer(MODEL, dict(PARAMS, mix=PARAMS["mix"] * 1.01))
     assert noise_floor(make(), other, TRAJECTORIES[:2]) > 1e-4
 
