@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from race_jax.chat import renderer_for
-from race_jax.envs.potions import PotionShopConfig, oracle_trajectory, words
+from race_jax.envs.potion_text import words
+from race_jax.envs.potions import PotionShopConfig, oracle_trajectory
 from race_jax.envs.word_tokenizer import word_tokenizer
 from race_jax.logic.cover import find_cover
 from race_jax.logic.scoring import Scorer
