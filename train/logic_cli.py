@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import numpy as np
 from rich.console import Console
 
 from race_jax.chat import Renderer, SkipForm, renderer_for
 from race_jax.families import family_of
 from race_jax.jsonl import JsonlLog
-from race_jax.logic.cover import check_epsilons, last_scored
+from race_jax.logic.cover import check_epsilons, most_scored
 from race_jax.logic.engine import Engine, Failure, Stats
 from race_jax.logic.noise import noise_floor
 from race_jax.logic.records import cover_record
@@ -23,7 +21,15 @@ from race_jax.logic.scoring import Scorer
 from race_jax.logic.seats import fit_slots
 from race_jax.models import Model, load_config, load_model
 from race_jax.report import summary_table
+from race_jax.report_view import visible
 from race_jax.tokenizer import load_tokenizer
+from race_jax.train.logic_resume import (
+    Source,
+    already_done,
+    check_files,
+    digest_of,
+    still_pending,
+)
 from race_jax.train.progress import Meter
 from race_jax.train.runtime import enable_compilation_cache, model_fingerprint
 from race_jax.trajectories import Line, scan
@@ -31,17 +37,6 @@ from race_jax.types import TokenTrajectory, Trajectory
 
 CALIBRATION = 2
 """Trajectories whose likelihoods are computed twice to measure the noise floor."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """Where a usable trajectory stands in the input, and what scoring it takes."""
-
-    line: int
-    id: str
-    digest: str
-    tokens: int
-    turns: int
 
 
 def parse_epsilons(text: str) -> tuple[float, ...]:
@@ -60,15 +55,6 @@ def parse_epsilons(text: str) -> tuple[float, ...]:
                 "separated by commas, such as 0.001,0.01"
             ) from None
     return check_epsilons(values)
-
-
-def digest_of(tokens: TokenTrajectory) -> str:
-    """A short name for exactly these token ids and segments."""
-    ids: list[int] = [*tokens.prompt]
-    for turn in tokens.turns:
-        for part in (turn.reasoning, turn.skip, turn.action, turn.observation):
-            ids += [-1, *part]
-    return hashlib.sha256(np.asarray(ids, np.int64).tobytes()).hexdigest()[:12]
 
 
 class Survey:
@@ -100,7 +86,7 @@ class Survey:
         item = line.trajectory
         tokens = self.renderer.encode(item)
         sequence = tokens.assemble()
-        length = last_scored(sequence, len(tokens.turns) - 1)
+        length = most_scored(tokens)
         if length > self.context:
             raise ValueError(
                 f"trajectory {item.id}: {length} tokens to score, but the model's context is "
@@ -118,52 +104,6 @@ class Survey:
         for line in scan(self.path):
             if line.number in wanted and line.trajectory is not None:
                 yield line.trajectory, self.renderer.encode(line.trajectory)
-
-
-def already_done(
-    log: JsonlLog, settings: dict[str, Any], epsilons: tuple[float, ...], save_tokens: bool
-) -> dict[tuple[str, float], str]:
-    """The results that the output holds already: (id, epsilon) -> digest of what was scored.
-
-    Raises:
-        ValueError: The output was made with other settings.
-    """
-    done: dict[tuple[str, float], str] = {}
-    for record in log.records():
-        made = {key: record.get(key) for key in settings} | {"save_tokens": "tokens" in record}
-        mine = settings | {"save_tokens": save_tokens}
-        # The fingerprint decides whether it is the same model, wherever it lies.
-        differing = [key for key in mine if key != "model" and made[key] != mine[key]]
-        epsilon = float(record.get("epsilon") or 0)
-        if not differing and epsilon not in epsilons:
-            made["epsilon"], mine["epsilon"] = epsilon, ",".join(map(str, epsilons))
-            differing = ["epsilon"]
-        if differing:
-            what = "; ".join(f"{key} was {made[key]}, now {mine[key]}" for key in differing)
-            raise ValueError(
-                f"{log.path} was made with other settings ({what}): name another --out, or repeat "
-                "the settings it was made with"
-            )
-        done[str(record.get("id")), epsilon] = str(record.get("input_id"))
-    return done
-
-
-def still_pending(
-    sources: list[Source], done: dict[tuple[str, float], str], epsilons: tuple[float, ...], out: str
-) -> list[Source]:
-    """The trajectories that lack a result at any threshold.
-
-    Raises:
-        ValueError: The output holds a result of another trajectory under the same name.
-    """
-    for source in sources:
-        for epsilon in epsilons:
-            if done.get((source.id, epsilon), source.digest) != source.digest:
-                raise ValueError(
-                    f"{out} holds a result for trajectory {source.id} with other content: the "
-                    "input file changed; name another --out"
-                )
-    return [s for s in sources if any((s.id, epsilon) not in done for epsilon in epsilons)]
 
 
 @dataclasses.dataclass
@@ -187,6 +127,7 @@ class Run:
         failures = 0
         digests = {source.id: source.digest for source in pending}
         groups = group_by_length(pending)
+        lacking = [e for e in self.epsilons if any((s.id, e) not in done for s in pending)]
         engine = self._engine(groups[0])
         self.floor = self._measure(engine, groups[0])
         with Meter(self.console, "LoGiC", sum(s.tokens for s in pending)) as meter:
@@ -195,10 +136,11 @@ class Run:
                 engine = engine if group is groups[0] else self._engine(group)
                 update = functools.partial(show, meter, before)
                 originals: dict[str, tuple[Trajectory, TokenTrajectory]] = {}
-                for result in engine.run(self._feed(group, originals), self.epsilons, update):
+                for result in engine.run(self._feed(group, originals), lacking, update):
                     if isinstance(result, Failure):
                         failures += 1
-                        self.console.print(f"bad trajectory: {result.id}: {result.reason}")
+                        reason = f"bad trajectory: {result.id}: {result.reason}"
+                        self.console.print(visible(reason))
                         if strict:
                             return failures
                         continue
@@ -338,10 +280,12 @@ def logic(
     Returns:
         Exit code: 0, or 1 if any trajectory was bad.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    # Ids and messages come from outside: what looks like markup in them is text.
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     epsilons = parse_epsilons(epsilon)
     if max_trajectories is not None and max_trajectories < 1:
         raise ValueError(f"--max-trajectories {max_trajectories}: it must be at least 1")
+    check_files(trajectories, out)
     config = load_config(model)
     family = family_of(config.model_type)
     renderer = renderer_for(load_tokenizer(model), family, skip_form=skip_form)
@@ -355,7 +299,7 @@ def logic(
     with JsonlLog(out) as log:
         done = already_done(log, settings, epsilons, save_tokens)
         for problem in survey.load(max_trajectories):
-            console.print(f"bad trajectory: {problem}")
+            console.print(visible(f"bad trajectory: {problem}"))
             if strict:
                 console.print("stopped at the first bad trajectory, as --strict asks")
                 return 1

@@ -8,6 +8,7 @@ from race_jax.logic.cover import Cover
 from race_jax.types import Message, TokenTrajectory, Trajectory, is_turn
 
 THINK, SKIP = "THINK", "SKIP"
+SEGMENTS = ("reasoning", "skip", "action", "observation")
 
 
 def _round(values) -> list[float]:
@@ -86,13 +87,7 @@ def cover_record(
         record["tokens"] = {
             "prompt": list(tokens.prompt),
             "turns": [
-                {
-                    "reasoning": list(turn.reasoning),
-                    "skip": list(turn.skip),
-                    "action": list(turn.action),
-                    "observation": list(turn.observation),
-                }
-                for turn in tokens.turns
+                {part: list(getattr(turn, part)) for part in SEGMENTS} for turn in tokens.turns
             ],
         }
     return record

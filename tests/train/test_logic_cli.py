@@ -13,6 +13,7 @@ from race_jax.envs.potion_text import words
 from race_jax.envs.potions import PotionShopConfig, oracle_trajectory
 from race_jax.envs.word_tokenizer import word_tokenizer
 from race_jax.logic.cover import find_cover
+from race_jax.logic.engine import Engine
 from race_jax.logic.scoring import Scorer
 from race_jax.models import ModelConfig, init_model, load_model, save_model
 from race_jax.tokenizer import load_tokenizer
@@ -147,6 +148,26 @@ def test_a_stopped_run_goes_on_and_neither_repeats_nor_loses(model_dir, file, tm
     before = out.read_bytes()
     assert run(model_dir, file, out, "--epsilon", "0.0001,0.01") == 0
     assert out.read_bytes() == before
+
+
+def test_a_threshold_can_be_added_without_repeating_the_others(
+    model_dir, file, tmp_path, monkeypatch
+):
+    out = tmp_path / "out.jsonl"
+    assert run(model_dir, file, out, "--epsilon", "0.0001") == 0
+    before = out.read_text()
+    asked = []
+    real = Engine.run
+
+    def spy(self, trajectories, epsilons, on_step=None):
+        asked.append(list(epsilons))
+        return real(self, trajectories, epsilons, on_step)
+
+    monkeypatch.setattr(Engine, "run", spy)
+    assert run(model_dir, file, out, "--epsilon", "0.0001,0.01") == 0
+    assert out.read_text().startswith(before)
+    assert sorted(r["epsilon"] for r in load(out)) == [0.0001] * 5 + [0.01] * 5
+    assert asked[-1] == [0.01]
 
 
 @pytest.mark.parametrize(
