@@ -198,6 +198,11 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
+def same_file(left: str | Path, right: str | Path) -> bool:
+    """Whether two paths name one file that is there, through links too."""
+    return Path(left).exists() and Path(right).exists() and Path(left).samefile(right)
+
+
 class JsonlLog:
     """An append-only file of JSON records that a killed run can continue.
 

@@ -105,13 +105,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\nrace-jax: no command {' '.join(arguments[:2])!r}", file=sys.stderr)
         return 2
     command, rest, words = found
-    function = getattr(importlib.import_module(command.module), command.function)
     try:
+        # Importing takes seconds, in which a user may give up too.
+        function = getattr(importlib.import_module(command.module), command.function)
         return call(function, rest, words)
     except SystemExit as stop:  # The parser has said what is wrong, or printed its help.
         return int(stop.code or 0)
     except (ValueError, OSError) as error:
-        print(f"race-jax {words}: {error}", file=sys.stderr)
+        reason = str(error)
+        if isinstance(error, OSError) and error.filename is not None and error.strerror:
+            reason = f"{error.filename}: {error.strerror}"
+        print(f"race-jax {words}: {reason}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(

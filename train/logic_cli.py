@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -15,7 +16,7 @@ from race_jax.families import family_of
 from race_jax.jsonl import JsonlLog
 from race_jax.logic.cover import check_epsilons, most_scored
 from race_jax.logic.engine import Engine, Failure, Stats
-from race_jax.logic.noise import noise_floor
+from race_jax.logic.noise import RESOLUTION, noise_floor
 from race_jax.logic.records import cover_record
 from race_jax.logic.scoring import Scorer
 from race_jax.logic.seats import fit_slots
@@ -35,8 +36,11 @@ from race_jax.train.runtime import enable_compilation_cache, model_fingerprint
 from race_jax.trajectories import Line, scan
 from race_jax.types import TokenTrajectory, Trajectory
 
+CHANGED = "changed while this run read it; run the same command again once nothing writes to it"
 CALIBRATION = 2
 """Trajectories whose likelihoods are computed twice to measure the noise floor."""
+TOTALS = ("id", "epsilon", "turns", "tokens_forwarded", "tokens_minimum", "tokens_naive")
+"""What the closing table needs of a record."""
 
 
 def parse_epsilons(text: str) -> tuple[float, ...]:
@@ -171,11 +175,17 @@ class Run:
         )
 
     def _measure(self, engine: Engine, group: list[Source]) -> float:
-        """The run's noise floor, on the shortest trajectories of a group."""
-        shortest = sorted(group, key=lambda source: source.tokens)[:CALIBRATION]
+        """The run's noise floor, on the shortest trajectories of a group that can be scored."""
+        shortest = sorted(group, key=lambda source: source.tokens)[: 4 * CALIBRATION]
         samples = [tokens for _, tokens in self.survey.trajectories({s.line for s in shortest})]
         scorer = Scorer(self.network, self.network.params)
-        floor = float(f"{noise_floor(engine, scorer, samples):.3g}")
+        floors: list[float] = []
+        for sample in sorted(samples, key=most_scored):
+            if len(floors) < CALIBRATION:
+                # One that cannot be scored is reported when its turn comes.
+                with contextlib.suppress(ValueError):
+                    floors.append(noise_floor(engine, scorer, [sample]))
+        floor = float(f"{max(floors, default=RESOLUTION):.3g}")
         self.console.print(f"noise floor {floor:.1e} nats per token ({self.settings['dtype']})")
         low = ", ".join(str(epsilon) for epsilon in self.epsilons if epsilon <= floor)
         if low:
@@ -187,9 +197,14 @@ class Run:
         return floor
 
     def _feed(self, group: list[Source], originals: dict) -> Iterator[TokenTrajectory]:
+        digests = {source.id: source.digest for source in group}
         for trajectory, tokens in self.survey.trajectories({s.line for s in group}):
+            if digests.pop(tokens.id, None) != digest_of(tokens):
+                raise ValueError(f"{self.survey.path} {CHANGED}")
             originals[tokens.id] = trajectory, tokens
             yield tokens
+        if digests:
+            raise ValueError(f"{self.survey.path} {CHANGED}")
 
     def _messages(self, trajectory: Trajectory, tokens: TokenTrajectory, gone: set[int]):
         """The compressed messages; none where token ids follow no format that can be read back."""
@@ -315,7 +330,8 @@ def logic(
             network = load_model(model, dtype=dtype)
             run = Run(survey, network, settings, epsilons, console, slots, rows, row_tokens)
             bad += run.write(log, pending, done, save_tokens=save_tokens, strict=strict)
-        records = list(log.records())
+        # Without the transcripts, which may be larger than memory.
+        records = [{key: record.get(key) for key in TOTALS} for record in log.records()]
         if records:
             console.print(summary_table(records))
     if bad:

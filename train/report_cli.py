@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from race_jax.jsonl import same_file
 from race_jax.report import (
     MAX_TRAJECTORIES,
     plot_sweep,
@@ -44,7 +45,7 @@ def report(
         OSError: A file cannot be read or written.
     """
     for target in (out, plot):
-        if target is not None and _same_file(file, target):
+        if target is not None and same_file(file, target):
             raise ValueError(f"{target}: the output would replace the input; name another file")
     faults: list[str] = []
     records = read_records(file, faults=faults)
@@ -75,7 +76,3 @@ def report(
 def _plain(text: str) -> str:
     """Text that comes from outside, without markup or control characters."""
     return escape(str(visible(text)))
-
-
-def _same_file(left: str, right: str) -> bool:
-    return Path(left).exists() and Path(right).exists() and Path(left).samefile(right)

@@ -96,7 +96,8 @@ def check_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
             )
     if not epsilons:
         raise ValueError("no epsilon given: name at least one threshold, such as 0.001")
-    return tuple(sorted({float(value) for value in epsilons}))
+    # Adding nought turns -0.0 into 0.0.
+    return tuple(sorted({float(value) + 0.0 for value in epsilons}))
 
 
 def require_finite(values: np.ndarray, name: str) -> np.ndarray:
