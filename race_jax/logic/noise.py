@@ -11,7 +11,6 @@ from race_jax.logic.engine import Engine, Failure
 from race_jax.logic.scoring import Scorer
 from race_jax.types import TokenTrajectory
 
-
 RESOLUTION = 2.0**-24
 """Half of float32's step at 1, where the log-softmax adds up: nothing finer can be told apart."""
 
