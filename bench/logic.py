@@ -119,16 +119,13 @@ def run_engine(
     return time.perf_counter() - begun, covers, engine.stats.tokens
 
 
-def measure(network, peer, trajectories, epsilon: float, every: int, sizes) -> list[tuple]:
+def measure(network, peer, trajectories, epsilon: float, args) -> list[tuple]:
     """One row per method: acceptance, least tokens, name, seconds, tokens."""
-    exact = run_engine(network, trajectories, epsilon, Search, **sizes)
-    alone = run_engine(network, trajectories, epsilon, Search, share_prompts=False, **sizes)
-    patient = alone  # where all pass, there is nothing to leave early
-    if any(not r.accepted for cover in alone[1] for r in cover.removals):
-        patient = run_engine(
-            network, trajectories, epsilon, PatientSearch, share_prompts=False, **sizes
-        )
-    by_id = {c.id: c for c in exact[1]}
+    sizes = {"slots": args.slots, "rows": args.rows, "row_tokens": args.row_tokens}
+    seconds, covers, forwarded = run_engine(
+        network, trajectories, epsilon, Search, share_prompts=False, **sizes
+    )
+    by_id = {c.id: c for c in covers}
     work = [s for t in trajectories for s in candidates(t, by_id[t.id])]
     tokens = sum(map(length, work))
     scorer = Scorer(network, network.params)
@@ -139,12 +136,18 @@ def measure(network, peer, trajectories, epsilon: float, every: int, sizes) -> l
         ("torch, gathered head", lambda s: torch_score(peer, s, full=False)),
         ("JAX loop", scorer.score),
     ]
-    rows = [(name, time_loop(score, work, every), tokens) for name, score in loops]
-    rows.append(("cached", patient[0], patient[2]))
-    rows.append(("cached, early exit", alone[0], alone[2]))
-    rows.append(("and prompts shared", exact[0], exact[2]))
-    accepted = sum(len(c.removed) for c in exact[1]) / sum(len(c.removals) for c in exact[1])
-    minimum = sum(c.tokens_minimum for c in exact[1])
+    rows = [(name, time_loop(score, work, args.every), tokens) for name, score in loops]
+    if not args.brief:
+        spent, _, used = run_engine(
+            network, trajectories, epsilon, PatientSearch, share_prompts=False, **sizes
+        )
+        rows.append(("cached", spent, used))
+    rows.append(("cached, early exit", seconds, forwarded))
+    if len(trajectories) > 1:
+        spent, _, used = run_engine(network, trajectories, epsilon, Search, **sizes)
+        rows.append(("and prompts shared", spent, used))
+    accepted = sum(len(c.removed) for c in covers) / sum(len(c.removals) for c in covers)
+    minimum = sum(c.tokens_minimum for c in covers)
     return [(accepted, minimum, *row) for row in rows]
 
 
@@ -157,11 +160,11 @@ def main() -> None:
     parser.add_argument("--epsilons", default="0,0.1,1e9", help="few, some and all pass")
     parser.add_argument("--count", type=int, default=2, help="trajectories per row")
     parser.add_argument("--every", type=int, default=1, help="run every K-th loop candidate")
+    parser.add_argument("--brief", action="store_true", help="leave out caches without early exit")
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--row-tokens", type=int, default=16)
     args = parser.parse_args()
-    sizes = {"slots": args.slots, "rows": args.rows, "row_tokens": args.row_tokens}
     enable_compilation_cache()
     config = load_config(args.model)
     renderer = renderer_for(load_tokenizer(args.model), family_of(config.model_type))
@@ -176,7 +179,7 @@ def main() -> None:
     for turns in map(int, args.turns.split(",")):
         trajectories = load_cut(args.trajectories, renderer, turns, args.count)
         for epsilon in map(float, args.epsilons.split(",")):
-            rows = measure(network, peer, trajectories, epsilon, args.every, sizes)
+            rows = measure(network, peer, trajectories, epsilon, args)
             full, gathered = rows[0][3], rows[1][3]
             for accepted, minimum, name, seconds, tokens in rows:
                 table.add_row(
@@ -191,6 +194,7 @@ def main() -> None:
                     f"{full / seconds:.2f}",
                 )
             table.add_section()
+            console.print(*(f"{r[2]}: {r[3]:.1f} s, {r[4]:,} tokens;" for r in rows))
             console.print(f"done: {turns} turns, acceptance {rows[0][0]:.0%}")
     console.print(table)
 
