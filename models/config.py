@@ -44,6 +44,29 @@ _SIZES = (
     "max_position_embeddings",
 )
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
+_NUMBER, _FLAG = (int, float), (bool,)
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "model_type": (str,),
+    "rms_norm_eps": _NUMBER,
+    "initializer_range": _NUMBER,
+    "tie_word_embeddings": _FLAG,
+    "attention_bias": _FLAG,
+    "rope_theta": _NUMBER,
+    "rope_scaling": (dict,),
+    "rope_parameters": (dict,),
+    "original_max_position_embeddings": _NUMBER,
+    "use_sliding_window": _FLAG,
+    "max_window_layers": _NUMBER,
+    "layer_types": (list,),
+}
+_ROTARY_KINDS: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("rope_theta", "factor", "original_max_position_embeddings"), _NUMBER),
+    **dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"), _NUMBER),
+    **dict.fromkeys(("beta_fast", "beta_slow", "partial_rotary_factor"), _NUMBER),
+    **dict.fromkeys(("rope_type", "type"), (str,)),
+    "truncate": _FLAG,
+}
+"""What kind of JSON value each key takes, where a wrong one would go unseen or break later."""
 _SLIDING_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
 
@@ -147,6 +170,9 @@ class ModelConfig:
                 implemented here: another architecture, quantised weights, sliding windows, another
                 activation, another kind of rotary embedding.
         """
+        _check_kinds(data, _KINDS)
+        for key in ("rope_scaling", "rope_parameters"):
+            _check_kinds(data.get(key) or {}, _ROTARY_KINDS, f"{key}.")
         model_type = data.get("model_type")
         if model_type not in FAMILIES:
             raise ValueError(
@@ -190,6 +216,23 @@ def _check_size(name: str, value: Any) -> None:
         raise ValueError(f"{name} is {value!r}; it must be a whole number above 0.")
 
 
+def _check_kinds(
+    data: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]], where: str = ""
+) -> None:
+    """Raise unless each key that is there and not null has a value of its kind."""
+    for key, kind in kinds.items():
+        value = data.get(key)
+        # A bool is an int to Python, and no number to JSON.
+        fits = isinstance(value, kind) and isinstance(value, bool) == (bool in kind)
+        if value is None or fits:
+            continue
+        words = {str: "a text", bool: "true or false", dict: "an object", list: "a list"}
+        raise ValueError(
+            f"config.json has {where}{key} {value!r}; it must be {words.get(kind[0], 'a number')}. "
+            "Copy the config.json that belongs to the checkpoint."
+        )
+
+
 def _refuse_unsupported(data: Mapping[str, Any]) -> None:
     """Raise for a setting whose effect on the network is not implemented."""
     for key, allowed in (
@@ -205,7 +248,8 @@ def _refuse_unsupported(data: Mapping[str, Any]) -> None:
                 "choose another model."
             )
     if data.get("use_sliding_window") and data.get("sliding_window") is not None:
-        layers = data.get("num_hidden_layers", 0)
+        layers = data.get("num_hidden_layers")
+        _check_size("num_hidden_layers", layers)
         first = data.get("max_window_layers", 28)
         kinds = data.get("layer_types") or [
             "sliding_attention" if layer >= first else "full_attention" for layer in range(layers)

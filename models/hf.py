@@ -161,9 +161,9 @@ def weight_files(directory: str | os.PathLike[str]) -> list[Path]:
         ValueError: If the index cannot be read.
     """
     directory = Path(directory)
-    if (directory / _SINGLE).exists():
+    if (directory / _SINGLE).is_file():
         return [directory / _SINGLE]
-    if not (directory / _INDEX).exists():
+    if not (directory / _INDEX).is_file():
         raise FileNotFoundError(
             f"{directory} has neither {_SINGLE} nor {_INDEX}. Weights are read from safetensors "
             "only; convert other formats with transformers' save_pretrained."
@@ -345,7 +345,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{file} is missing. Copy the complete checkpoint directory.")
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON ({error}). Copy it again.") from error
     if not isinstance(data, dict):
         raise ValueError(f"{file} must hold a JSON object, and holds a {type(data).__name__}.")

@@ -181,11 +181,13 @@ def test_missing_files(copy, tmp_path):
     refuse(tmp_path / "nowhere", FileNotFoundError, "nowhere is not a directory")
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
     refuse(copy, FileNotFoundError, "neither model.safetensors nor", "save_pretrained")
+    (copy / "model.safetensors").mkdir()
+    refuse(copy, FileNotFoundError, "neither model.safetensors nor", "save_pretrained")
     (copy / "config.json").unlink()
     refuse(copy, FileNotFoundError, "config.json is missing")
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '"a"', b"\xff\xfe{}"])
+@pytest.mark.parametrize("text", ["{", "[1]", '"a"', b"\xff\xfe{}", "[" * 100_000])
 def test_damaged_config(copy, text):
     data = text if isinstance(text, bytes) else text.encode()
     (copy / "config.json").write_bytes(data)

@@ -128,6 +128,17 @@ def test_inactive_sliding_windows_are_read():
         ({"head_dim": 7}, "head_dim is 7; it must be even"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps is 0.0"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+        ({"model_type": ["qwen3"]}, "model_type .* must be a text"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps '1e-6'; it must be a number"),
+        ({"rms_norm_eps": True}, "rms_norm_eps True; it must be a number"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings 'false'; it must be true or false"),
+        ({"rope_scaling": "yarn"}, "rope_scaling 'yarn'; it must be an object"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor '2'"),
+        ({"use_sliding_window": True, "sliding_window": 8, "layer_types": 2}, "must be a list"),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "num_hidden_layers": "2"},
+            "num_hidden_layers is '2'",
+        ),
     ],
 )
 def test_refusals(change, message):
