@@ -274,10 +274,14 @@ class Renderer:
             return own + (ids if opened else ids[len(opener) :])
 
         reasoning = turn.reasoning
-        if reasoning and self.end_of_reasoning not in reasoning:
-            raise ValueError(f"its reasoning holds no {spell(END_THINK)}")
         if reasoning:
-            reasoning = move(reasoning, "reasoning")
+            thought, closed, _ = self.codec.decode(reasoning).partition(END_THINK)
+            if not closed:
+                raise ValueError(f"its reasoning holds no {spell(END_THINK)}")
+            if thought.replace(THINK, "").strip():
+                reasoning = move(reasoning, "reasoning")
+            else:  # An empty block, whatever it was called: a turn without reasoning.
+                reasoning, turn = (), dataclasses.replace(turn, reasoning=(), skip=reasoning)
         skip = self.skip_ids
         if not reasoning and turn.skip not in forms:
             skip = move(turn.skip, "empty block")

@@ -67,6 +67,23 @@ def test_ids_stay_as_they_were_sampled(tokenizer, family):
     np.testing.assert_array_equal(moved, odd.assemble().tokens)
 
 
+@pytest.mark.parametrize("before", ["", "\n", " \n"])
+@pytest.mark.parametrize("skip_form", ["close", "template"])
+def test_an_empty_block_is_no_reasoning_whatever_it_is_called(tokenizer, skip_form, before):
+    renderer = renderer_for(tokenizer, "qwen3", skip_form=skip_form)
+    good = renderer_for(tokenizer, "qwen3").encode(episode())
+    block = (*tokenizer.encode(before), *good.turns[1].skip)
+    turns = list(good.turns)
+    turns[1] = dataclasses.replace(turns[1], reasoning=block)
+    given = TokenTrajectory("t1", good.prompt, tuple(turns))
+    aligned = renderer.encode(Trajectory("t1", (), tokens=given))
+    assert aligned.reasoned == (0, 2)
+    if before:
+        np.testing.assert_array_equal(aligned.assemble().tokens, given.assemble().tokens)
+    else:
+        assert aligned == renderer.encode(episode())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
