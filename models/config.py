@@ -248,7 +248,7 @@ def _refuse_unsupported(data: Mapping[str, Any]) -> None:
                 "choose another model."
             )
     if data.get("use_sliding_window") and data.get("sliding_window") is not None:
-        layers = data.get("num_hidden_layers")
+        layers: Any = data.get("num_hidden_layers")
         _check_size("num_hidden_layers", layers)
         first = data.get("max_window_layers", 28)
         kinds = data.get("layer_types") or [

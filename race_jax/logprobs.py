@@ -84,6 +84,8 @@ def leading_token_logprobs(
         float32 [N] in nats; 0 at and beyond `count` rounded up to a chunk.
     """
     size = len(targets)
+    if size == 0:
+        return jnp.zeros(0, jnp.float32)
     chunk = min(chunk, size)
     rows, wanted = _pad_rows(hidden, targets, chunk)
 

@@ -49,6 +49,12 @@ def test_leading_rows_do_only_what_is_asked(count):
     np.testing.assert_array_equal(got[rounded:], 0)
 
 
+def test_no_rows_give_no_values():
+    hidden, head, targets = jnp.zeros((0, 4)), jnp.zeros((7, 4)), jnp.zeros(0, jnp.int32)
+    assert token_logprobs(hidden, head, targets).shape == (0,)
+    assert leading_token_logprobs(hidden, head, targets, 0).shape == (0,)
+
+
 def test_one_program_serves_every_count():
     hidden, head, targets = sample(20)
     function = jax.jit(lambda n: leading_token_logprobs(hidden, head, targets, n, chunk=8))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -89,7 +90,8 @@ def check_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
         ValueError: None given, or one that is negative, infinite or not a number.
     """
     for value in epsilons:
-        if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+        real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not (real and math.isfinite(value) and value >= 0):
             raise ValueError(
                 f"epsilon {value!r}: a threshold is a finite number of nats per token, at least 0 "
                 f"(the paper uses {EPSILON})"
@@ -113,6 +115,18 @@ def require_finite(values: np.ndarray, name: str) -> np.ndarray:
             "checkpoint or its dtype overflows on this input (try --dtype float32)"
         )
     return values
+
+
+def find_fault(trajectory: TokenTrajectory) -> str:
+    """Why a trajectory has no likelihoods to compare, in words; empty if it has."""
+    if not trajectory.turns:
+        return "it has no turn, so no action to score; leave it out"
+    for number, turn in enumerate(trajectory.turns, 1):
+        if not turn.action:
+            return f"the action of turn {number} has no tokens; leave the trajectory out"
+    if not (trajectory.prompt or trajectory.turns[0].reasoning or trajectory.turns[0].skip):
+        return "nothing stands before its first action; a prompt must, if only one token"
+    return ""
 
 
 def last_scored(sequence: Assembled, turn: int) -> int:
@@ -153,9 +167,15 @@ def find_cover(trajectory: TokenTrajectory, score: Score, epsilon: float = EPSIL
     Returns:
         The decisions. Turn 1 keeps its reasoning always; a turn that has none is not tested.
 
+    Raises:
+        ValueError: The trajectory or the threshold cannot be used, or a likelihood is not finite.
+
     Reference: RACE Algorithm 1, eqs. 6 to 11.
     """
     (epsilon,) = check_epsilons([epsilon])
+    fault = find_fault(trajectory)
+    if fault:
+        raise ValueError(f"trajectory {trajectory.id}: {fault}")
     sequence = trajectory.assemble()
     last = len(trajectory.turns) - 1
     full = current = require_finite(score(sequence), trajectory.id)

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from race_jax.logic.cover import Cover, check_epsilons, first_forwarded, most_scored
+from race_jax.logic.cover import Cover, check_epsilons, find_fault, first_forwarded, most_scored
 from race_jax.logic.scoring import float32_head
 from race_jax.logic.search import Outcome, Search
 from race_jax.logic.seats import Batch, Seat, plan
@@ -206,14 +206,14 @@ class Engine:
             trajectory = next(source, None)
             if trajectory is None:
                 break
-            search = self.search(trajectory, thresholds)
-            longest = most_scored(trajectory)
-            if longest > self.length:
-                self.stats.finished += 1
+            reason = find_fault(trajectory)
+            if not reason and (longest := most_scored(trajectory)) > self.length:
                 reason = f"{longest} tokens to score, but this run takes {self.length}"
+            if reason:
+                self.stats.finished += 1
                 failures.append(Failure(trajectory.id, reason))
                 continue
-            seats.append(Seat(search, slot))
+            seats.append(Seat(self.search(trajectory, thresholds), slot))
         return cache, failures
 
     def _share(self, seats, residents: dict[int, _Resident], cache):

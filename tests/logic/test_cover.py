@@ -77,7 +77,7 @@ def test_first_turn_is_kept_and_bare_turns_are_not_tested():
     assert cover.removed == (2, 3)
 
 
-@pytest.mark.parametrize("epsilon", [-0.1, float("nan"), float("inf"), "0.1", None])
+@pytest.mark.parametrize("epsilon", [-0.1, float("nan"), float("inf"), "0.1", None, True])
 def test_a_threshold_that_is_none_is_refused(epsilon):
     with pytest.raises(ValueError, match=r"epsilon .*finite number"):
         find_cover(four_turns(), table_score({}), epsilon)
@@ -85,6 +85,8 @@ def test_a_threshold_that_is_none_is_refused(epsilon):
 
 def test_thresholds_are_sorted_and_unique():
     assert check_epsilons([0.1, 0.001, 0.1]) == (0.001, 0.1)
+    assert check_epsilons([np.float32(0.5), np.int64(2)]) == (0.5, 2.0)
+    assert str(check_epsilons([-0.0])) == "(0.0,)"
     with pytest.raises(ValueError, match="no epsilon"):
         check_epsilons([])
 

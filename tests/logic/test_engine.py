@@ -205,6 +205,22 @@ def test_candidates_longer_than_the_engine_are_refused():
     assert cover.removed == (1, 2)
 
 
+@pytest.mark.parametrize(
+    ("trajectory", "message"),
+    [
+        (TokenTrajectory("bad", (3,), ()), "no turn"),
+        (TokenTrajectory("bad", (3,), (TokenTurn((5,), (1,), (), ()),)), "action of turn 1 has no"),
+        (TokenTrajectory("bad", (), (TokenTurn((), (), (3,), ()),)), "before its first action"),
+    ],
+)
+def test_trajectories_without_likelihoods_are_named(trajectory, message):
+    sound = TRAJECTORIES[1]
+    failure, (cover,) = make(slots=1).run([trajectory, sound], [0.1])
+    assert failure.id == "bad" and message in failure.reason and cover.id == sound.id
+    with pytest.raises(ValueError, match=f"trajectory bad: .*{message}"):
+        find_cover(trajectory, SCORER.score)
+
+
 def test_the_same_trajectory_twice_gives_two_whole_results():
     results = list(make(slots=2).run([TRAJECTORIES[7]] * 2, EPSILONS))
     assert [[c.epsilon for c in covers] for covers in results] == [list(EPSILONS)] * 2
