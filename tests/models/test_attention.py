@@ -85,7 +85,7 @@ def test_worked_pieces():
     # Slot 5 has a run of 7 rows = 4 + 2 + 1, slot 2 a run of 2, slot 5 again a run of 1.
     slots = jnp.array([5] * 7 + [2] * 2 + [5])
     jobs = plan_jobs(slots, (4, 2, 1))
-    assert jobs.count.tolist() == [1, 2, 2]
+    assert jobs.number.tolist() == [1, 2, 2]
     assert jobs.first[0, :1].tolist() == [0]
     assert jobs.first[1, :2].tolist() == [4, 7]
     assert jobs.first[2, :2].tolist() == [6, 9]
@@ -98,7 +98,7 @@ def test_pieces_cover_each_row_once_and_stay_in_their_slot(rng):
         slots = np.repeat(rng.integers(0, 4, rows), rng.integers(1, 6, rows))[:rows]
         jobs = plan_jobs(jnp.asarray(slots), sizes)
         covered = []
-        for size, firsts, count in zip(sizes, jobs.first, jobs.count, strict=True):
+        for size, firsts, count in zip(sizes, jobs.first, jobs.number, strict=True):
             for first in firsts[: int(count)].tolist():
                 assert len(set(slots[first : first + size])) == 1
                 covered += range(first, first + size)
