@@ -209,6 +209,8 @@ def save_model(model: Model, path: str | os.PathLike[str], *, shard_bytes: float
     try:
         _write_files(model, scratch, shard_bytes)
         os.chmod(scratch, 0o777 & ~_umask())
+        for file in scratch.iterdir():
+            os.chmod(file, 0o666 & ~_umask())
         if target.exists():
             _move_into(scratch, target)
         else:

@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -216,14 +216,25 @@ class JsonlLog:
         dropped_bytes: Length of the torn last line that opening cut off, 0 if there was none.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        owns: Callable[[Any], bool] = lambda value: isinstance(value, dict),
+    ) -> None:
         """Open the file for appending, making it if it is not there.
+
+        Args:
+            path: The file.
+            owns: Whether the first line's value is a record of this log; a file that begins with
+                anything else is refused before a byte of it is mended.
 
         Raises:
             ValueError: Another process writes the file, or it is not a file of JSON records.
             OSError: The file cannot be opened.
         """
         self.path = Path(path)
+        self._owns = owns
         self.dropped_bytes = 0
         fresh = not self.path.exists()
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -271,7 +282,13 @@ class JsonlLog:
             raise ValueError(f"{self.path}, line 1 is not a JSON object: not a log; name another")
         if not tail:
             return
-        if isinstance(_object(tail), dict):
+        whole = isinstance(_object(tail), dict)
+        if (start > 0 or whole) and not self._owns(_object(first)):
+            raise ValueError(
+                f"{self.path} is not a log of this kind, and its end is torn; nothing was changed: "
+                "name another file"
+            )
+        if whole:
             self._write(b"\n")
         # A file system may leave zeros where the last write never reached the disk.
         elif tail.startswith(b"{") or not tail.strip(b"\0"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -43,15 +44,19 @@ POSITIONAL = {"report", "check", "convert"}
 """Functions whose required parameters are given without a flag."""
 
 
-def usage() -> str:
-    """What `race-jax --help` prints."""
+def usage(group: str = "") -> str:
+    """What `race-jax --help` prints, or the help of one group of commands."""
     width = max(len(" ".join(words)) for words in COMMANDS)
-    lines = [f"  {' '.join(words):{width}}  {c.help}" for words, c in COMMANDS.items()]
+    lines = [
+        f"  {' '.join(words):{width}}  {c.help}"
+        for words, c in COMMANDS.items()
+        if group in ("", words[0])
+    ]
     return "\n".join(
         [
             "usage: race-jax COMMAND [options]",
             "",
-            "Train language-model agents that think only when thinking pays.",
+            "Find the turns of agents' trajectories that need no reasoning.",
             "",
             *lines,
             "",
@@ -96,9 +101,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     interrupted.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    # Only its tokenizers are used, so its advice to install torch misleads.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return 0 if arguments else 2
+    if arguments[0] in {words[0] for words in COMMANDS if len(words) > 1} and (
+        len(arguments) == 1 or arguments[1] in ("-h", "--help")
+    ):
+        print(usage(arguments[0]))
+        return 0 if len(arguments) > 1 else 2
     found = find(arguments)
     if found is None:
         print(usage(), file=sys.stderr)

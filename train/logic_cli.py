@@ -9,6 +9,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 from rich.console import Console
 
 from race_jax.chat import Renderer, SkipForm, renderer_for
@@ -21,7 +23,7 @@ from race_jax.logic.records import cover_record
 from race_jax.logic.scoring import Scorer
 from race_jax.logic.seats import fit_slots
 from race_jax.models import Model, load_config, load_model
-from race_jax.report import summary_table
+from race_jax.report import find_fault, summary_table
 from race_jax.report_view import visible
 from race_jax.tokenizer import load_tokenizer
 from race_jax.train.logic_resume import (
@@ -178,7 +180,10 @@ class Run:
         """The run's noise floor, on the shortest trajectories of a group that can be scored."""
         shortest = sorted(group, key=lambda source: source.tokens)[: 4 * CALIBRATION]
         samples = [tokens for _, tokens in self.survey.trajectories({s.line for s in shortest})]
-        scorer = Scorer(self.network, self.network.params)
+        # The peer of a bfloat16 trunk is the same weights in float32: two bfloat16 passes would
+        # share most of their rounding, and agree with each other more than with the truth.
+        exact = jax.tree.map(lambda x: x.astype(jnp.float32), self.network.params)
+        scorer = Scorer(self.network, exact)
         floors: list[float] = []
         for sample in sorted(samples, key=most_scored):
             if len(floors) < CALIBRATION:
@@ -311,7 +316,7 @@ def logic(
         "skip_form": skip_form,
     }
     survey = Survey(trajectories, renderer, config.context_length, config.vocab_size)
-    with JsonlLog(out) as log:
+    with JsonlLog(out, owns=lambda record: not find_fault(record)) as log:
         done = already_done(log, settings, epsilons, save_tokens)
         for problem in survey.load(max_trajectories):
             console.print(visible(f"bad trajectory: {problem}"))
@@ -334,6 +339,7 @@ def logic(
         records = [{key: record.get(key) for key in TOTALS} for record in log.records()]
         if records:
             console.print(summary_table(records))
+            console.print(visible(f"{out}; to read it: race-jax report {out} --out report.html"))
     if bad:
         console.print(f"{bad} bad trajectories were skipped")
     return 1 if bad else 0

@@ -32,7 +32,7 @@ def noise_floor(engine: Engine, scorer: Scorer, trajectories: Iterable[TokenTraj
 
     Args:
         engine: The engine whose decisions are to be judged.
-        scorer: Uncached passes of the same checkpoint.
+        scorer: Uncached passes of the same checkpoint, in float32 whatever the engine's dtype.
         trajectories: A few samples.
 
     Returns:

@@ -371,3 +371,17 @@ def test_usage_names_every_command(capsys):
     for name in ("quickstart", "logic", "report", "trajectories check"):
         assert name in captured.out and name in captured.err
     assert "no command 'nonsense'" in captured.err
+
+
+def test_help_of_a_group_names_its_commands(capsys):
+    assert main(["trajectories", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "trajectories check" in said and "quickstart" not in said
+
+
+def test_a_foreign_file_with_a_torn_end_is_refused_untouched(model_dir, file, tmp_path, records):
+    other = tmp_path / "other.jsonl"
+    text = "".join(json.dumps(r) + "\n" for r in records[:2])[:-40]
+    other.write_text(text, encoding="utf-8")
+    assert run(model_dir, file, other) == 2
+    assert other.read_text(encoding="utf-8") == text
