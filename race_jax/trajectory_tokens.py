@@ -17,6 +17,17 @@ class _Broken(Exception):
     """A fault was reported and nothing further can be checked."""
 
 
+def _noting(report: Report) -> tuple[list[str], Report]:
+    """A `report` that also keeps the rules it was called for, and that list."""
+    faults: list[str] = []
+
+    def note(rule: str, message: str) -> None:
+        faults.append(rule)
+        report(rule, message)
+
+    return faults, note
+
+
 def from_turns(raw: Mapping[str, Any], name: str, report: Report) -> TokenTrajectory | None:
     """Read `{"prompt": [ids], "turns": [{"reasoning", "skip", "action", "observation"}]}`.
 
@@ -28,12 +39,7 @@ def from_turns(raw: Mapping[str, Any], name: str, report: Report) -> TokenTrajec
     Returns:
         The trajectory, or None if a fault was reported.
     """
-    faults: list[str] = []
-
-    def note(rule: str, message: str) -> None:
-        faults.append(rule)
-        report(rule, message)
-
+    faults, note = _noting(report)
     prompt = _ids(raw.get("prompt"), "tokens.prompt", note)
     if not prompt and not faults:
         note("span-order", "tokens.prompt is empty; it holds all ids before the first turn")
@@ -98,12 +104,7 @@ def from_spans(
     Returns:
         The trajectory, or None if a fault was reported.
     """
-    faults: list[str] = []
-
-    def note(rule: str, message: str) -> None:
-        faults.append(rule)
-        report(rule, message)
-
+    faults, note = _noting(report)
     tokens = _ids(ids, "token_ids", note)
     skip_ids = _ids(() if skip is None else skip, "skip", note)
     if not isinstance(spans, Sequence) or isinstance(spans, str) or not spans:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from chat_samples import F, assistant, call, tool, trajectory, user
 
 from race_jax.chat import renderer_for
 from race_jax.envs.word_tokenizer import word_tokenizer
@@ -11,43 +12,6 @@ from race_jax.types import TokenTrajectory, TokenTurn, Trajectory
 FAMILIES = ["qwen2_5", "qwen3", "qwen3_5"]
 IS, IE, THINK, END_THINK, NEWLINE, BLANK = 151644, 151645, 151667, 151668, 198, 271
 GENERATION_PROMPT = (IS, 77091, NEWLINE)  # assistant\n
-F = {
-    "type": "function",
-    "function": {
-        "name": "f",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "b": {"type": "boolean"},
-                "n": {"type": "null"},
-                "l": {"type": "array"},
-                "x": {"type": "integer"},
-                "s": {"type": "string"},
-            },
-        },
-    },
-}
-
-
-def user(content):
-    return {"role": "user", "content": content}
-
-
-def tool(content):
-    return {"role": "tool", "content": content}
-
-
-def assistant(content, reasoning="", calls=(), **keys):
-    message = {"role": "assistant", "content": content, "reasoning_content": reasoning, **keys}
-    return {**message, "tool_calls": list(calls)} if calls else message
-
-
-def call(**arguments):
-    return {"type": "function", "function": {"name": "f", "arguments": arguments}}
-
-
-def trajectory(*messages, tools=(F,)):
-    return Trajectory("t", messages, tools)
 
 
 def tokens_of(renderer, *messages, tools=(F,)):
