@@ -80,7 +80,6 @@ class Scorer:
         self.model = model
         self.params = params
         self.head = float32_head(model, params)
-        self.tokens_forwarded = 0
 
     @functools.cached_property
     def _logprobs(self):
@@ -133,5 +132,4 @@ class Scorer:
         size = bucket or bucket_length(length)
         where = np.stack(scored_positions(sequence))
         out = self._run(sequence.tokens[:length], where, size)
-        self.tokens_forwarded += size
         return action_means(sequence, out)
