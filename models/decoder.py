@@ -61,6 +61,11 @@ class Model:
         return self.config.vocab_size
 
     @property
+    def recurrent(self) -> bool:
+        """False: attention can go on from any token that the cache holds."""
+        return False
+
+    @property
     def context_length(self) -> int:
         """The most tokens that the model takes in one sequence."""
         return self.max_length or self.config.context_length
@@ -123,6 +128,7 @@ class Model:
         tokens: jax.Array,
         slots: jax.Array,
         starts: jax.Array,
+        counts: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Append rows of tokens to cached sequences.
 
@@ -137,10 +143,13 @@ class Model:
             slots: int32 [R]; the number of slots names the spare one, for empty rows.
             starts: int32 [R]; `starts[r] + Q` must not pass the cache's length, of spare rows
                 either: a write past the end would be moved back over earlier tokens.
+            counts: int32 [R], tokens of each row that count. Not read: what a short row leaves
+                behind lies beyond every later query, or is written over.
 
         Returns:
             Hidden states float32 [R, Q, D] after the final norm, and the cache.
         """
+        del counts
         positions = starts[:, None] + jnp.arange(tokens.shape[1])
         cos, sin = rotation_tables(self.config.rope, self.config.head_dim, positions)
         template = self._template()
@@ -195,6 +204,14 @@ class Model:
     ) -> KVCache:
         """Put rows that `read_rows` copied back."""
         return caches.write_rows(cache, rows, slots, starts)
+
+    def read_states(self, cache: KVCache, slots: jax.Array) -> tuple[()]:
+        """Nothing: entries per token are all that a cache holds."""
+        return ()
+
+    def write_states(self, cache: KVCache, states: tuple[()], slots: jax.Array) -> KVCache:
+        """The cache as it is."""
+        return cache
 
     def _template(self) -> nnx.GraphDef[Block]:
         """The structure of one block, to be filled with one layer's arrays."""

@@ -15,6 +15,8 @@ Cache = Any
 """A pytree that holds the prefix state of several sequences, one per slot."""
 Rows = Any
 """A pytree of cache entries copied out of a cache."""
+States = Any
+"""A pytree of recurrent states copied out of a cache."""
 Message = dict[str, Any]
 """One chat message: `role`, `content`, and for assistants `reasoning_content`, `tool_calls`."""
 
@@ -157,12 +159,30 @@ class LanguageModel(Protocol):
         """An empty cache for `slots` sequences of at most `length` tokens, and one spare slot."""
         ...
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether a slot holds states that only move forward, beside entries per token.
+
+        Such a slot can be continued only from where it stands, or from states that `read_states`
+        copied there. Rows of one call that share a slot must then be in order, and only the last
+        may be short.
+        """
+        ...
+
     def extend(
-        self, params: Params, cache: Cache, tokens: jax.Array, slots: jax.Array, starts: jax.Array
+        self,
+        params: Params,
+        cache: Cache,
+        tokens: jax.Array,
+        slots: jax.Array,
+        starts: jax.Array,
+        counts: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Append row r (int32 [R, Q]) to slot `slots[r]` at position `starts[r]`.
 
-        Rows may continue one another in the same slot. Returns hidden float32 [R, Q, D].
+        The first `counts[r]` tokens of a row count, all of them by default; what follows may leave
+        entries behind, but no trace in a recurrent state. Rows may continue one another in the same
+        slot. Returns hidden float32 [R, Q, D].
         """
         ...
 
@@ -172,4 +192,12 @@ class LanguageModel(Protocol):
 
     def write_rows(self, cache: Cache, rows: Rows, slots: jax.Array, starts: jax.Array) -> Cache:
         """Put rows that `read_rows` copied back."""
+        ...
+
+    def read_states(self, cache: Cache, slots: jax.Array) -> States:
+        """Copy the recurrent states of `slots` as they stand; nothing where there are none."""
+        ...
+
+    def write_states(self, cache: Cache, states: States, slots: jax.Array) -> Cache:
+        """Put states that `read_states` copied back."""
         ...

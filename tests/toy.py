@@ -41,7 +41,9 @@ class ToyModel:
     def init_cache(self, params, slots, length):
         return jnp.zeros((slots + 1, length, self.width))
 
-    def extend(self, params, cache, tokens, slots, starts):
+    recurrent = False
+
+    def extend(self, params, cache, tokens, slots, starts, counts=None):
         where = starts[:, None] + jnp.arange(tokens.shape[1])
         cache = cache.at[slots[:, None], where].set(params["embed"][tokens])
         gap = where[:, :, None] - jnp.arange(cache.shape[1])
@@ -53,6 +55,12 @@ class ToyModel:
 
     def write_rows(self, cache, rows, slots, starts):
         return cache.at[slots[:, None], starts[:, None] + jnp.arange(rows.shape[1])].set(rows)
+
+    def read_states(self, cache, slots):
+        return ()
+
+    def write_states(self, cache, states, slots):
+        return cache
 
 
 def random_trajectory(seed: int, turns: int, *, vocab: int = 32, bare: float = 0.2):
