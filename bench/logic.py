@@ -30,6 +30,7 @@ from race_jax.chat import renderer_for
 from race_jax.families import family_of
 from race_jax.logic.cover import Cover, last_scored
 from race_jax.logic.engine import Engine
+from race_jax.logic.lanes import Lanes, default_lanes
 from race_jax.logic.scoring import Scorer, action_means, bucket_length, scored_positions
 from race_jax.logic.search import Search
 from race_jax.models import Model, load_config, load_model
@@ -108,11 +109,16 @@ def length(sequence: Assembled) -> int:
 
 
 def run_engine(
-    network: Model, trajectories: list[TokenTrajectory], epsilon: float, kind: type[Search], **sizes
+    network: Model,
+    trajectories: list[TokenTrajectory],
+    epsilon: float,
+    kind: type[Search],
+    lanes: int,
+    **sizes,
 ) -> tuple[float, list[Cover], int]:
     """Seconds, covers and padded tokens of one warm engine run."""
     longest = max(length(t.assemble()) for t in trajectories)
-    engine = Engine(network, network.params, length=longest, search=kind, **sizes)
+    engine = Lanes(Engine(network, network.params, length=longest, search=kind, **sizes), lanes)
     engine.warm()
     begun = time.perf_counter()
     covers = [c[0] for c in engine.run(trajectories, [epsilon])]
@@ -121,7 +127,12 @@ def run_engine(
 
 def measure(network, peer, trajectories, epsilon: float, args) -> list[tuple]:
     """One row per method: acceptance, least tokens, name, seconds, tokens."""
-    sizes = {"slots": args.slots, "rows": args.rows, "row_tokens": args.row_tokens}
+    sizes = {
+        "lanes": args.lanes,
+        "slots": -(-args.slots // args.lanes),
+        "rows": args.rows,
+        "row_tokens": args.row_tokens,
+    }
     seconds, covers, forwarded = run_engine(
         network, trajectories, epsilon, Search, share_prompts=False, **sizes
     )
@@ -164,6 +175,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--row-tokens", type=int, default=16)
+    parser.add_argument("--lanes", type=int, default=default_lanes())
     args = parser.parse_args()
     enable_compilation_cache()
     config = load_config(args.model)

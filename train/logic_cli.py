@@ -18,6 +18,7 @@ from race_jax.families import family_of
 from race_jax.jsonl import JsonlLog
 from race_jax.logic.cover import check_epsilons, most_scored
 from race_jax.logic.engine import Engine, Failure, Stats
+from race_jax.logic.lanes import Lanes, default_lanes
 from race_jax.logic.noise import RESOLUTION, noise_floor
 from race_jax.logic.records import cover_record
 from race_jax.logic.scoring import Scorer
@@ -124,6 +125,7 @@ class Run:
     slots: int
     rows: int
     row_tokens: int
+    lanes: int
     floor: float = 0.0
 
     def write(
@@ -161,22 +163,24 @@ class Run:
                 before = before.plus(engine.stats)
         return failures
 
-    def _engine(self, group: list[Source]) -> Engine:
+    def _engine(self, group: list[Source]) -> Lanes:
         length = max(source.tokens for source in group)
         slots = min(self.slots, len(group))
         slots = fit_slots(
             self.network, self.network.params, length + self.row_tokens, slots, len(self.epsilons)
         )
-        return Engine(
+        lanes = min(self.lanes, max(slots, 1))
+        engine = Engine(
             self.network,
             self.network.params,
             length=length,
-            slots=slots,
+            slots=-(-slots // lanes),
             rows=self.rows,
             row_tokens=self.row_tokens,
         )
+        return Lanes(engine, lanes)
 
-    def _measure(self, engine: Engine, group: list[Source]) -> float:
+    def _measure(self, engine: Lanes, group: list[Source]) -> float:
         """The run's noise floor, on the shortest trajectories of a group that can be scored."""
         shortest = sorted(group, key=lambda source: source.tokens)[: 4 * CALIBRATION]
         samples = [tokens for _, tokens in self.survey.trajectories({s.line for s in shortest})]
@@ -198,7 +202,7 @@ class Run:
                 f"warning: the noise floor is above epsilon {low}: decisions there measure "
                 "rounding; use --dtype float32 or a larger epsilon"
             )
-        engine.stats = Stats()
+        engine.reset()
         return floor
 
     def _feed(self, group: list[Source], originals: dict) -> Iterator[TokenTrajectory]:
@@ -278,6 +282,7 @@ def logic(
     slots: int = 16,
     rows: int = 32,
     row_tokens: int = 16,
+    lanes: int | None = None,
 ) -> int:
     """Run LoGiC over finished trajectories and write what it decided.
 
@@ -296,6 +301,7 @@ def logic(
         slots: Trajectories in flight at most; fewer where memory asks for it.
         rows: Rows forwarded per step at most.
         row_tokens: Tokens per row.
+        lanes: Engines side by side, which share the slots; two on a CPU, one elsewhere.
 
     Returns:
         Exit code: 0, or 1 if any trajectory was bad.
@@ -305,6 +311,9 @@ def logic(
     epsilons = parse_epsilons(epsilon)
     if max_trajectories is not None and max_trajectories < 1:
         raise ValueError(f"--max-trajectories {max_trajectories}: it must be at least 1")
+    lanes = default_lanes() if lanes is None else lanes
+    if lanes < 1:
+        raise ValueError(f"--lanes {lanes}: it must be at least 1")
     check_files(trajectories, out)
     config = load_config(model)
     family = family_of(config.model_type)
@@ -333,7 +342,7 @@ def logic(
         if pending:
             enable_compilation_cache()
             network = load_model(model, dtype=dtype)
-            run = Run(survey, network, settings, epsilons, console, slots, rows, row_tokens)
+            run = Run(survey, network, settings, epsilons, console, slots, rows, row_tokens, lanes)
             bad += run.write(log, pending, done, save_tokens=save_tokens, strict=strict)
         # Without the transcripts, which may be larger than memory.
         records = [{key: record.get(key) for key in TOTALS} for record in log.records()]

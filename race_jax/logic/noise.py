@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from race_jax.logic.engine import Engine, Failure
+from race_jax.logic.lanes import Lanes
 from race_jax.logic.scoring import Scorer
 from race_jax.types import TokenTrajectory
 
@@ -24,7 +25,9 @@ def freeze(trajectory: TokenTrajectory) -> TokenTrajectory:
     return dataclasses.replace(trajectory, turns=turns)
 
 
-def noise_floor(engine: Engine, scorer: Scorer, trajectories: Iterable[TokenTrajectory]) -> float:
+def noise_floor(
+    engine: Engine | Lanes, scorer: Scorer, trajectories: Iterable[TokenTrajectory]
+) -> float:
     """The largest difference between two computations of the same action likelihoods.
 
     One goes through the engine's cached rows, the other through one uncached pass, padded: other

@@ -257,6 +257,7 @@ def test_strict_stops_at_the_first(model_dir, records, tmp_path, capsys):
         (["--skip-form", "none"], "close"),
         (["--max-trajectories", "0"], "at least 1"),
         (["--slots", "0"], "slots is 0"),
+        (["--lanes", "0"], "--lanes 0: it must be at least 1"),
     ],
 )
 def test_bad_options(model_dir, file, tmp_path, capsys, options, message):
