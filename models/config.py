@@ -19,17 +19,22 @@ class Family:
             which then holds for the output projection too.
         qk_norm: Whether queries and keys pass an RMS norm of their own before the rotation.
         head_dim: Head width when `config.json` names none; None for hidden_size / heads.
+        experts: Whether each block's MLP is a mixture of experts.
     """
 
     architecture: str
     qkv_bias: bool | None
     qk_norm: bool
     head_dim: int | None
+    experts: bool = False
 
 
 FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, head_dim=None),
     "qwen3": Family("Qwen3ForCausalLM", qkv_bias=None, qk_norm=True, head_dim=128),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", qkv_bias=None, qk_norm=True, head_dim=None, experts=True
+    ),
 }
 """The families that can be loaded, by the `model_type` of `config.json`."""
 
@@ -44,6 +49,8 @@ _SIZES = (
     "max_position_embeddings",
 )
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
+_EXPERT_SIZES = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+"""Sizes of a mixture of experts, and what transformers takes where `config.json` names none."""
 _NUMBER, _FLAG = (int, float), (bool,)
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "model_type": (str,),
@@ -58,6 +65,8 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "use_sliding_window": _FLAG,
     "max_window_layers": _NUMBER,
     "layer_types": (list,),
+    "norm_topk_prob": _FLAG,
+    "mlp_only_layers": (list,),
 }
 _ROTARY_KINDS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("rope_theta", "factor", "original_max_position_embeddings"), _NUMBER),
@@ -72,7 +81,7 @@ _SLIDING_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "l
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a dense decoder. The names are those of a Hugging Face `config.json`.
+    """The shape of a decoder. The names are those of a Hugging Face `config.json`.
 
     Attributes:
         model_type: A key of `FAMILIES`.
@@ -89,6 +98,10 @@ class ModelConfig:
         attention_bias: Whether the four attention projections carry biases (qwen3 only).
         initializer_range: Standard deviation of freshly drawn matrices.
         rope: The rotary position embedding.
+        num_experts: Experts E in each block (qwen3_moe only; 0 for a dense MLP).
+        num_experts_per_tok: Experts that each token passes, at most E.
+        moe_intermediate_size: Width F of one expert.
+        norm_topk_prob: Whether the weights of a token's experts are scaled to sum to 1.
         extra: The other keys of `config.json`, written back as they came; they change no result.
     """
 
@@ -106,6 +119,10 @@ class ModelConfig:
     attention_bias: bool = False
     initializer_range: float = 0.02
     rope: RopeConfig = RopeConfig()  # noqa: RUF009 - frozen, so one default serves all
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self):
@@ -132,6 +149,7 @@ class ModelConfig:
             )
         if not self.rms_norm_eps > 0:
             raise ValueError(f"rms_norm_eps is {self.rms_norm_eps}; it must be above 0.")
+        _check_experts(self)
 
     @property
     def family(self) -> Family:
@@ -190,7 +208,9 @@ class ModelConfig:
             )
         if "head_dim" not in data and FAMILIES[model_type].head_dim:
             known["head_dim"] = FAMILIES[model_type].head_dim
-        skip = fields | set(_ROPE_KEYS) | {"architectures"}
+        if FAMILIES[model_type].experts:
+            known |= _read_experts(data)
+        skip = fields | set(_ROPE_KEYS) | {"architectures", "num_local_experts"}
         return cls(
             **known,
             rope=RopeConfig.from_hf(data, known.get("max_position_embeddings", 32768)),
@@ -206,8 +226,44 @@ class ModelConfig:
         }
         if self.family.qkv_bias is not None:
             del own["attention_bias"]
+        if not self.family.experts:
+            for name in (*_EXPERT_SIZES, "norm_topk_prob"):
+                del own[name]
         head = {"architectures": [self.family.architecture], "hidden_act": "silu"}
         return {**head, **self.extra, **own, **self.rope.to_hf()}
+
+
+def _check_experts(config: ModelConfig) -> None:
+    """Raise unless the sizes of the experts fit the family and one another."""
+    sizes = {name: getattr(config, name) for name in _EXPERT_SIZES}
+    if not config.family.experts:
+        given = [name for name, value in sizes.items() if value]
+        if given:
+            raise ValueError(
+                f"{given[0]} is {sizes[given[0]]!r}, and a {config.model_type} model has no "
+                "experts; leave it out, or choose qwen3_moe."
+            )
+        return
+    for name, value in sizes.items():
+        _check_size(name, value)
+    if config.num_experts_per_tok > config.num_experts:
+        raise ValueError(
+            f"num_experts_per_tok is {config.num_experts_per_tok} and num_experts is "
+            f"{config.num_experts}; a token cannot pass more experts than there are."
+        )
+
+
+def _read_experts(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of a mixture of experts, under the name of the hub or of newer transformers."""
+    sizes = {name: data.get(name, default) for name, default in _EXPERT_SIZES.items()}
+    sizes["num_experts"] = data.get("num_experts", data.get("num_local_experts", 128))
+    step, dense = data.get("decoder_sparse_step", 1), data.get("mlp_only_layers") or []
+    if step != 1 or dense:
+        raise ValueError(
+            f"config.json has decoder_sparse_step {step!r} and mlp_only_layers {dense!r}; "
+            "supported are 1 and [], so that every block has experts. Choose another model."
+        )
+    return sizes
 
 
 def _check_size(name: str, value: Any) -> None:

@@ -19,9 +19,11 @@ from race_jax.models.attention import (
     plan_jobs,
     segment_attention,
 )
+from race_jax.models.blocks import Block, Decoder
 from race_jax.models.cache import KVCache
 from race_jax.models.config import ModelConfig
-from race_jax.models.layers import Block, Decoder, rms_norm
+from race_jax.models.layers import rms_norm
+from race_jax.models.moe import RouterStats
 from race_jax.models.rope import rotation_tables
 from race_jax.types import Params
 
@@ -92,18 +94,55 @@ class Model:
         Returns:
             float32 [B, T, D]; finite at padding, and without meaning there.
         """
+        return self._forward(params, tokens, positions, segment_ids, remat, routed=False)[0]
+
+    def forward_routed(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array,
+        *,
+        remat: bool = False,
+    ) -> tuple[jax.Array, RouterStats]:
+        """As `forward`, and how a mixture of experts routed the tokens that are not padding.
+
+        Returns:
+            Hidden states float32 [B, T, D], and sums for `load_balance`, with their gradients.
+
+        Raises:
+            ValueError: If the model has no experts.
+        """
+        if not self.config.num_experts:
+            raise ValueError(
+                f"a {self.config.model_type} model has no experts to route to; call forward."
+            )
+        return self._forward(params, tokens, positions, segment_ids, remat, routed=True)
+
+    def _forward(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array,
+        remat: bool,
+        routed: bool,
+    ) -> tuple[jax.Array, Any]:
+        """Hidden states, and the router's statistics if they are asked for."""
         cos, sin = rotation_tables(self.config.rope, self.config.head_dim, positions)
         template = self._template()
+        real = segment_ids > 0
 
-        def step(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
+        def step(x: jax.Array, layer: Params) -> tuple[jax.Array, RouterStats | None]:
             block = nnx.merge(template, layer)
             q, k, v = block.project(x, cos, sin)
-            return block.finish(x, segment_attention(q, k, v, segment_ids)), None
+            mixed = segment_attention(q, k, v, segment_ids)
+            return block.finish_routed(x, mixed, real) if routed else (block.finish(x, mixed), None)
 
         body = jax.checkpoint(step, prevent_cse=False) if remat else step
-        x = _embed(params, jnp.where(segment_ids > 0, tokens, 0))
-        x, _ = jax.lax.scan(body, x, params["layers"])
-        return rms_norm(x, params["norm"], self.config.rms_norm_eps)
+        x = _embed(params, jnp.where(real, tokens, 0))
+        x, stats = jax.lax.scan(body, x, params["layers"])
+        return rms_norm(x, params["norm"], self.config.rms_norm_eps), stats
 
     def head(self, params: Params) -> jax.Array:
         """The output matrix [V, D]: the embedding when the two are tied."""
@@ -244,7 +283,7 @@ def param_axes(config: ModelConfig) -> Params:
 
     Returns:
         Nested dict of tuples over `layers`, `vocab`, `embed`, `heads`, `kv_heads`, `head_dim`,
-        `mlp`; a mesh maps the names to its own axes.
+        `mlp`, `experts`; a mesh maps the names to its own axes.
     """
     state = nnx.split(_abstract(config, jnp.dtype("float32")))[1]
     return nnx.to_pure_dict(
