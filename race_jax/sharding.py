@@ -42,7 +42,6 @@ TABLE: Mapping[str, tuple[str, ...]] = {
     "head_dim": (),
     "mlp": ("tensor",),
     "linear_heads": ("tensor",),
-    "linear_key_heads": ("tensor",),
     "conv": (),
     # Activations and caches.
     "batch": ("data", "fsdp"),
@@ -52,12 +51,13 @@ TABLE: Mapping[str, tuple[str, ...]] = {
     "slots": ("data", "fsdp"),
     "entries": (),
 }
-"""Logical axis -> mesh axes, but for the axes of experts, which `Rules.experts` decides."""
+"""Logical axis -> mesh axes, in arrays without experts."""
 
-_EXPERTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "fsdp": {"experts": ("fsdp",), "expert_embed": ("context",), "expert_mlp": ("tensor",)},
-    "tensor": {"experts": ("tensor",), "expert_embed": ("fsdp", "context"), "expert_mlp": ()},
+EXPERTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "fsdp": {"experts": ("fsdp",), "embed": ("context",)},
+    "tensor": {"experts": ("tensor",), "mlp": ()},
 }
+"""What differs from the table in arrays with an axis of experts, by `Rules.experts`."""
 # Rows of `extend` come in whatever number is at hand.
 _LENIENT = frozenset({"rows"})
 
@@ -72,32 +72,33 @@ class Rules:
             `("kv_heads",)` for 2 key heads on `tensor` 4. Without it that is an error.
 
     Example:
-        >>> Rules(experts="tensor").mesh_axes("expert_embed")
-        ('fsdp', 'context')
+        >>> Rules(experts="fsdp").table(("experts", "embed", "mlp"))["embed"]
+        ('context',)
     """
 
     experts: str = "fsdp"
     replicate: tuple[str, ...] = ()
 
     def __post_init__(self):
-        if self.experts not in _EXPERTS:
-            raise ValueError(f"experts is {self.experts!r}; choose one of {', '.join(_EXPERTS)}.")
+        if self.experts not in EXPERTS:
+            raise ValueError(f"experts is {self.experts!r}; choose one of {', '.join(EXPERTS)}.")
         object.__setattr__(self, "replicate", tuple(self.replicate))
-        for name in self.replicate:
-            self.mesh_axes(name)
+        self.table(self.replicate)
 
-    def mesh_axes(self, name: str) -> tuple[str, ...]:
-        """The mesh axes that the logical axis `name` is cut over; empty for none.
+    def table(self, axes: Axes) -> Mapping[str, tuple[str, ...]]:
+        """Logical axis -> mesh axes, as it holds for an array with `axes`.
 
         Raises:
-            ValueError: If the table lacks the name.
+            ValueError: If one of them is in no table.
         """
-        table = {**TABLE, **_EXPERTS[self.experts]}
-        if name not in table:
-            raise ValueError(
-                f"{name!r} is no logical axis; the known ones are {', '.join(sorted(table))}."
-            )
-        return table[name]
+        table = {**TABLE, **EXPERTS[self.experts]} if "experts" in axes else TABLE
+        for name in axes:
+            if name is not None and name not in table:
+                raise ValueError(
+                    f"{name!r} is no logical axis; the known ones are "
+                    f"{', '.join(sorted({*TABLE, 'experts'}))}."
+                )
+        return table
 
 
 _rules = jax.make_user_context(Rules())
@@ -170,8 +171,7 @@ def _wrong_product(sizes: dict[str, int], open_axes: list[str], count: int) -> s
 def use_mesh(mesh: Mesh, rules: Rules | None = None) -> Iterator[Mesh]:
     """Within it, networks and losses cut their activations as the table says.
 
-    Enter it around calls of jitted functions, never inside one. Compiled programs are kept per mesh
-    and rules. Without it everything runs as on one device, wherever the arguments lie.
+    Enter it around jitted functions, in each thread; never inside one.
 
     Args:
         mesh: From `make_mesh`.
@@ -239,9 +239,10 @@ def spec_for(
     mesh = mesh or ambient_mesh()
     if shape is not None and len(shape) != len(axes):
         raise ValueError(f"{name} of shape {tuple(shape)} is said to have the axes {tuple(axes)}.")
+    table = rules.table(axes)
     parts: list[tuple[str, ...]] = []
     for index, axis in enumerate(axes):
-        places = () if axis is None else rules.mesh_axes(axis)
+        places = () if axis is None else table[axis]
         if axis is not None and shape is not None and mesh is not None and places:
             count = math.prod(mesh.shape[place] for place in places)
             if shape[index] % count:
