@@ -63,6 +63,45 @@ class ToyModel:
         return cache
 
 
+class RecurrentToy(ToyModel):
+    """The same function, with nothing kept of a sequence but one state that moves forward."""
+
+    recurrent = True
+
+    def init_cache(self, params, slots, length):
+        return jnp.full((slots + 1, self.width), jnp.nan)
+
+    def extend(self, params, cache, tokens, slots, starts, counts=None):
+        size = tokens.shape[1]
+        counts = jnp.full(len(slots), size) if counts is None else counts
+        index = jnp.arange(size)
+        gap = index[:, None] - index
+        weights = jnp.where(gap >= 0, self.decay ** jnp.maximum(gap, 0), 0)
+
+        def row(cache, item):
+            tokens, slot, start, count = item
+            state = jnp.where(start == 0, 0, cache[slot])
+            states = weights @ params["embed"][tokens]
+            states += self.decay ** (index[:, None] + 1) * state
+            last = jnp.where(count > 0, states[count - 1], state)
+            return cache.at[slot].set(last), jnp.tanh(states @ params["mix"])
+
+        cache, hidden = jax.lax.scan(row, cache, (tokens, slots, starts, counts))
+        return hidden, cache
+
+    def read_rows(self, cache, slots, starts, size):
+        return ()
+
+    def write_rows(self, cache, rows, slots, starts):
+        return cache
+
+    def read_states(self, cache, slots):
+        return cache[slots]
+
+    def write_states(self, cache, states, slots):
+        return cache.at[slots].set(states)
+
+
 def random_trajectory(seed: int, turns: int, *, vocab: int = 32, bare: float = 0.2):
     """A token trajectory of random lengths; some turns carry no reasoning."""
     from race_jax.types import TokenTrajectory, TokenTurn

@@ -167,7 +167,12 @@ class Run:
         length = max(source.tokens for source in group)
         slots = min(self.slots, len(group))
         slots = fit_slots(
-            self.network, self.network.params, length + self.row_tokens, slots, len(self.epsilons)
+            self.network,
+            self.network.params,
+            length + self.row_tokens,
+            slots,
+            len(self.epsilons),
+            max(source.turns for source in group),
         )
         lanes = min(self.lanes, max(slots, 1))
         engine = Engine(

@@ -8,7 +8,9 @@ will most likely need them. So nothing is forwarded twice, little is forwarded i
 product is as large as the batch although the pieces are short.
 
 A candidate overwrites the slot beyond the tested turn. What it overwrites is copied out first and
-put back if the removal is rejected; if it is accepted, the candidate's cache is the new cache.
+put back if the removal is rejected; if it is accepted, the candidate's cache is the new cache. A
+recurrent model's state only moves forward: it is copied out wherever a later test will begin, so a
+step ends there.
 
 Trajectories of one environment begin alike: system prompt, tools, often the task. Where a prompt's
 beginning is in some slot's cache already, it is copied instead of forwarded.
@@ -97,7 +99,8 @@ class Engine:
             slots: Trajectories in flight.
             rows: Rows per step at most; smaller steps use a half, a quarter or an eighth.
             row_tokens: Tokens per row, Q. Small rows waste less, large rows attend faster.
-            share_prompts: Copy the cache of a prompt's beginning from another trajectory.
+            share_prompts: Copy the cache of a prompt's beginning from another trajectory; not with
+                a recurrent model, whose state there is gone.
             search: How one trajectory's removals are tested.
 
         Raises:
@@ -112,7 +115,8 @@ class Engine:
             )
         self.model, self.params, self.head = model, params, float32_head(model, params)
         self.length, self.slots, self.row_tokens = length, slots, row_tokens
-        self.share_prompts, self.search = share_prompts, search
+        self.share_prompts = share_prompts and not model.recurrent
+        self.search = search
         self.buckets = sorted({max(rows >> shift, 1) for shift in range(4)})
         self.stats = Stats()
         # The last row of a sequence may reach row_tokens - 1 beyond its end.
@@ -120,9 +124,11 @@ class Engine:
         self._step = jax.jit(self._forward, donate_argnums=(2,))
         self._read = jax.jit(model.read_rows, static_argnums=(3,))
         self._write = jax.jit(model.write_rows, donate_argnums=(0,))
+        self._read_states = jax.jit(model.read_states)
+        self._write_states = jax.jit(model.write_states, donate_argnums=(0,))
 
-    def _forward(self, params, head, cache, tokens, slots, starts, pick, targets, count):
-        hidden, cache = self.model.extend(params, cache, tokens, slots, starts)
+    def _forward(self, params, head, cache, tokens, slots, starts, counts, pick, targets, count):
+        hidden, cache = self.model.extend(params, cache, tokens, slots, starts, counts)
         states = hidden.reshape(-1, hidden.shape[-1])[pick]
         return leading_token_logprobs(states, head, targets, count), cache
 
@@ -136,7 +142,7 @@ class Engine:
             copied = self._read(cache, slots, starts, self.row_tokens)
             cache = self._write(cache, copied, slots, starts)
             _, cache = self._step(
-                self.params, self.head, cache, tokens, slots, starts, where, where, 0
+                self.params, self.head, cache, tokens, slots, starts, starts, where, where, 0
             )
 
     def run(
@@ -160,7 +166,7 @@ class Engine:
         """
         thresholds = check_epsilons(epsilons)
         source = iter(trajectories)
-        parked: deque[tuple[Search, Any]] = deque()
+        parked: deque[tuple[Search, Any, dict[int, Any]]] = deque()
         seats: list[Seat] = []
         residents: dict[int, _Resident] = {}
         settled = 0.0
@@ -197,9 +203,10 @@ class Engine:
         while len(seats) < self.slots:
             slot = min(set(range(self.slots)) - {seat.slot for seat in seats})
             if parked:
-                search, rows = parked.popleft()
+                search, rows, states = parked.popleft()
                 cache = self._write(cache, rows, np.asarray([slot]), np.asarray([0]))
-                seats.append(Seat(search, slot))
+                seats.append(Seat(search, slot, states=states))
+                cache = self._resume(seats[-1], cache)
                 prompt = np.asarray(search.trajectory.prompt)
                 residents[slot] = _Resident(prompt, len(prompt))
                 continue
@@ -213,8 +220,16 @@ class Engine:
                 self.stats.finished += 1
                 failures.append(Failure(trajectory.id, reason))
                 continue
-            seats.append(Seat(self.search(trajectory, thresholds), slot))
+            search = self.search(trajectory, thresholds, recurrent=self.model.recurrent)
+            seats.append(Seat(search, slot))
         return cache, failures
+
+    def _resume(self, seat: Seat, cache):
+        """Set a recurrent model's state to where the seat's test begins."""
+        if not self.model.recurrent:
+            return cache
+        states = seat.states.pop(seat.search.turn)
+        return self._write_states(cache, states, np.asarray([seat.slot]))
 
     def _share(self, seats, residents: dict[int, _Resident], cache):
         """Start untouched seats behind a prompt that is cached; returns those that should wait.
@@ -297,6 +312,7 @@ class Engine:
             batch.tokens,
             batch.slots,
             batch.starts,
+            batch.counts,
             where[0],
             where[1],
             count,
@@ -306,6 +322,8 @@ class Engine:
         for seat, picks, aims in batch.targets:
             seat.search.logprobs[aims] = logprobs[offset : offset + len(picks)]
             offset += len(picks)
+            if (turn := seat.search.keep) is not None:
+                seat.fresh[turn] = self._read_states(cache, np.asarray([seat.slot]))
         self.stats.steps += 1
         self.stats.tokens += batch.tokens.size
         return cache
@@ -345,19 +363,25 @@ class Engine:
                 continue
             if outcome is Outcome.ACCEPTED:
                 search.accept()
+            if outcome in (Outcome.ACCEPTED, Outcome.SCORED):
+                seat.adopt()
             if outcome is Outcome.SPLIT:
                 accepted = search.split()
                 if accepted.next_test():
                     slot, zero = np.asarray([seat.slot]), np.asarray([0])
                     rows = self._read(cache, slot, zero, self.cache_length)
-                    parked.append((accepted, jax.device_get(rows)))
+                    states = {**seat.states, **seat.fresh}
+                    parked.append((accepted, jax.device_get(rows), states))
                 else:
                     finished.append(accepted)
             if outcome in (Outcome.REJECTED, Outcome.SPLIT):
                 for rows, mine, starts in seat.undo:
                     cache = self._write(cache, rows, mine, starts)
             seat.undo.clear()
-            if not search.next_test():
+            seat.fresh = {}
+            if search.next_test():
+                cache = self._resume(seat, cache)
+            else:
                 seats.remove(seat)
                 finished.append(search)
         return cache, finished

@@ -51,9 +51,17 @@ class Search:
         results: The finished covers of this trajectory, shared by the searches that split from one.
     """
 
-    def __init__(self, trajectory: TokenTrajectory, epsilons: tuple[float, ...]):
-        """Begin with the full trajectory."""
-        self.trajectory = trajectory
+    def __init__(
+        self, trajectory: TokenTrajectory, epsilons: tuple[float, ...], *, recurrent: bool = False
+    ):
+        """Begin with the full trajectory.
+
+        Args:
+            trajectory: The trajectory.
+            epsilons: Thresholds, rising.
+            recurrent: The model's state must be kept where each later test begins.
+        """
+        self.trajectory, self.recurrent = trajectory, recurrent
         self.ledgers = [Ledger(epsilon) for epsilon in epsilons]
         self.alive = list(self.ledgers)
         self.results: list[Cover] = []
@@ -77,11 +85,27 @@ class Search:
             self.is_target[begin:end] = True
         self.values: list[float] = []
         self.decreases: list[float] = []
+        # Where the candidates of later turns will branch off, as `first_forwarded` will say.
+        turns, begins = self.trajectory.turns, sequence.starts
+        self.keeps = {int(begins[t]) - (not turns[t].skip): t for t in self.untested}
 
     @property
     def rest(self) -> int:
         """Tokens from the cursor to the last that any action needs."""
         return max(self.stop - self.cursor, 0)
+
+    @property
+    def reach(self) -> int:
+        """Tokens that one step may forward: a recurrent state has to be kept where tests begin."""
+        if not self.recurrent:
+            return self.rest
+        fence = min((place for place in self.keeps if place > self.cursor), default=self.stop)
+        return min(fence - self.cursor, self.rest)
+
+    @property
+    def keep(self) -> int | None:
+        """The turn whose test branches off at the cursor, if the model's state must be kept."""
+        return self.keeps.get(self.cursor) if self.recurrent else None
 
     @property
     def sure(self) -> int:

@@ -3,7 +3,7 @@ import itertools
 
 import numpy as np
 import pytest
-from toy import ToyModel, random_trajectory
+from toy import RecurrentToy, ToyModel, random_trajectory
 
 from race_jax.logic.cover import find_cover, most_scored
 from race_jax.logic.engine import Engine, Failure
@@ -325,3 +325,55 @@ def test_the_context_bounds_the_length():
 def test_slots_shrink_with_memory_but_never_vanish():
     assert fit_slots(MODEL, PARAMS, 100, 16) == 16
     assert fit_slots(MODEL, PARAMS, 10**12, 16) == 1
+
+
+RECURRENT = RecurrentToy()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"slots": 16, "rows": 32, "row_tokens": 16},
+        {"slots": 3, "rows": 8, "row_tokens": 4},
+        {"slots": 1, "rows": 1, "row_tokens": 5},
+        {"slots": 2, "rows": 64, "row_tokens": 2},
+    ],
+)
+@pytest.mark.parametrize("skip", [None, (), (1, 9, 9, 9, 2)])
+def test_a_recurrent_model_continues_from_the_states_that_were_kept(sizes, skip):
+    trajectories = [random_trajectory(seed, 2 + seed % 6) for seed in range(8)]
+    if skip is not None:
+        trajectories = [
+            dataclasses.replace(
+                t, turns=tuple(dataclasses.replace(turn, skip=skip) for turn in t.turns)
+            )
+            for t in trajectories
+        ]
+    length = max(most_scored(t) for t in trajectories)
+    engine = Engine(RECURRENT, PARAMS, length=length, **sizes)
+    results = {covers[0].id: covers for covers in engine.run(trajectories, EPSILONS)}
+    taken = set()
+    for trajectory in trajectories:
+        for cover in results[trajectory.id]:
+            assert_same(cover, find_cover(trajectory, SCORER.score, cover.epsilon))
+            taken |= {removal.accepted for removal in cover.removals}
+    assert taken == {True, False}
+
+
+def test_a_recurrent_models_prompt_is_never_copied():
+    prompt = tuple(range(3, 30))
+    same = [dataclasses.replace(t, prompt=prompt) for t in TRAJECTORIES]
+    length = max(most_scored(t) for t in same)
+    engine = Engine(RECURRENT, PARAMS, length=length, slots=2, rows=8, row_tokens=4)
+    for (cover,) in engine.run(same, [0.3]):
+        trajectory = next(t for t in same if t.id == cover.id)
+        assert_same(cover, find_cover(trajectory, SCORER.score, 0.3))
+    assert engine.stats.shared == 0
+
+
+def test_slots_leave_room_for_the_states_of_every_turn(monkeypatch):
+    monkeypatch.setattr("os.sysconf", lambda name: 1000 if name == "SC_AVPHYS_PAGES" else 64)
+    # 0.3 of 64,000 bytes; a slot holds a state of 64 bytes, and as much again for undoing.
+    plain = fit_slots(RECURRENT, PARAMS, 100, 1000)
+    assert plain == 150
+    assert fit_slots(RECURRENT, PARAMS, 100, 1000, turns=9) == 15
