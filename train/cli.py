@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -106,6 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"race-jax {importlib.metadata.version('race-jax')}")
+        return 0
     if arguments[0] in {words[0] for words in COMMANDS if len(words) > 1} and (
         len(arguments) == 1 or arguments[1] in ("-h", "--help")
     ):

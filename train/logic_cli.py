@@ -42,6 +42,8 @@ from race_jax.types import TokenTrajectory, Trajectory
 CHANGED = "changed while this run read it; run the same command again once nothing writes to it"
 CALIBRATION = 2
 """Trajectories whose likelihoods are computed twice to measure the noise floor."""
+MOST_NAMED = 50
+"""Bad lines that are named one by one; all are counted."""
 TOTALS = ("id", "epsilon", "turns", "tokens_forwarded", "tokens_minimum", "tokens_naive")
 """What the closing table needs of a record."""
 
@@ -333,10 +335,15 @@ def logic(
     with JsonlLog(out, owns=lambda record: not find_fault(record)) as log:
         done = already_done(log, settings, epsilons, save_tokens)
         for problem in survey.load(max_trajectories):
-            console.print(visible(f"bad trajectory: {problem}"))
+            if survey.faults <= MOST_NAMED:
+                console.print(visible(f"bad trajectory: {problem}"))
             if strict:
                 console.print("stopped at the first bad trajectory, as --strict asks")
                 return 1
+        if survey.faults > MOST_NAMED:
+            console.print(
+                f"... and {survey.faults - MOST_NAMED} more; race-jax trajectories check names them"
+            )
         pending = still_pending(survey.sources, done, epsilons, out)
         console.print(
             f"{len(survey.sources)} trajectories, {sum(s.turns for s in survey.sources)} turns, "

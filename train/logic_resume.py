@@ -67,6 +67,7 @@ def already_done(
         ValueError: The output was made with other settings, or is something else.
     """
     done: dict[tuple[str, float], str] = {}
+    unnamed: set[float] = set()
     for number, record in enumerate(log.records(), 1):
         fault = find_fault(record)
         if fault:
@@ -79,9 +80,8 @@ def already_done(
         # The fingerprint decides whether it is the same model, wherever it lies.
         differing = [key for key in mine if key != "model" and made[key] != mine[key]]
         epsilon = float(record["epsilon"])
-        if not differing and epsilon not in epsilons:
-            made["epsilon"], mine["epsilon"] = epsilon, ",".join(map(str, epsilons))
-            differing = ["epsilon"]
+        if epsilon not in epsilons:
+            unnamed.add(epsilon)
         if differing:
             what = "; ".join(f"{key} was {made[key]}, now {mine[key]}" for key in differing)
             raise ValueError(
@@ -89,6 +89,12 @@ def already_done(
                 "the settings it was made with"
             )
         done[record["id"], epsilon] = str(record.get("input_id"))
+    if unnamed:
+        all_of_them = ",".join(map(str, sorted({*unnamed, *epsilons})))
+        raise ValueError(
+            f"{log.path} holds results at epsilon {', '.join(map(str, sorted(unnamed)))} too: add "
+            f"them (--epsilon {all_of_them}), or name another --out"
+        )
     return done
 
 

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 
 import numpy as np
 import pytest
@@ -173,7 +174,7 @@ def test_a_threshold_can_be_added_without_repeating_the_others(
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--epsilon", "0.5"], "epsilon was 0.001, now 0.5"),
+        (["--epsilon", "0.5"], "results at epsilon 0.001 too: add them (--epsilon 0.001,0.5)"),
         (["--dtype", "bfloat16"], "dtype was float32, now bfloat16"),
         (["--skip-form", "template"], "skip_form was close, now template"),
         (["--save-tokens"], "save_tokens was False, now True"),
@@ -363,6 +364,11 @@ def test_groups_share_a_cache_length():
     sources = [Source(i, str(i), "", n, 1) for i, n in enumerate([5000, 100, 2048, 2049, 4096])]
     groups = group_by_length(sources)
     assert [[s.tokens for s in g] for g in groups] == [[100, 2048], [2049, 4096], [5000]]
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"race-jax \d+\.\d+\S*\n", capsys.readouterr().out)
 
 
 def test_usage_names_every_command(capsys):

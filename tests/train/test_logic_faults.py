@@ -84,6 +84,16 @@ def test_ids_are_printed_as_text(model_dir, records, tmp_path, capsys):
     assert "[/b] [red]x" in said and "\x1b[2J" not in said
 
 
+def test_many_bad_lines_are_counted_and_only_the_first_are_named(model_dir, file, tmp_path, capsys):
+    with open(file, "a", encoding="utf-8") as stream:
+        stream.write("no record\n" * 53)
+    assert run(model_dir, file, tmp_path / "out.jsonl") == 1
+    said = capsys.readouterr().out
+    assert said.count("bad trajectory: ") == 50
+    assert "... and 3 more; race-jax trajectories check names them" in said
+    assert "53 bad trajectories were skipped" in said
+
+
 @pytest.mark.parametrize("through_link", [False, True])
 def test_the_input_is_never_the_output(model_dir, file, tmp_path, capsys, through_link):
     # A torn last line is what opening an output would cut off.
