@@ -3,94 +3,70 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import math
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Sharding
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from race_jax.models.config import ModelConfig
-from race_jax.models.decoder import Model, abstract_params, check_dtype
+from race_jax.models.decoder import Model, abstract_params, check_dtype, param_axes
+from race_jax.models.shards import Exporter, Leaf, write_safetensors
+from race_jax.models.weights import (
+    EMBED,
+    HEAD,
+    IGNORED,
+    Slot,
+    checkpoint_slots,
+    fused_slots,
+    leaf_at,
+)
 from race_jax.types import Params
 
 _CONFIG = "config.json"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_STORED = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
-_HEAD = "lm_head.weight"
-_EMBED = "model.embed_tokens.weight"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    """Where a parameter lies in a checkpoint.
-
-    Attributes:
-        path: Keys into the nested dict of parameters.
-        name: Tensor name; `{}` stands for the layer.
-        inputs: Leading axes of the parameter that are summed over in its product. Checkpoints keep
-            [out, in], parameters [in..., out...]. 0 for arrays that are kept as they are.
-    """
-
-    path: tuple[str, ...]
-    name: str
-    inputs: int = 0
-
-
-_LAYER = "model.layers.{}."
-_ENTRIES = (
-    _Entry(("embed",), _EMBED),
-    _Entry(("norm",), "model.norm.weight"),
-    _Entry(("head",), _HEAD),
-    _Entry(("layers", "attention_norm"), _LAYER + "input_layernorm.weight"),
-    _Entry(("layers", "mlp_norm"), _LAYER + "post_attention_layernorm.weight"),
-    _Entry(("layers", "attention", "query"), _LAYER + "self_attn.q_proj.weight", 1),
-    _Entry(("layers", "attention", "key"), _LAYER + "self_attn.k_proj.weight", 1),
-    _Entry(("layers", "attention", "value"), _LAYER + "self_attn.v_proj.weight", 1),
-    _Entry(("layers", "attention", "out"), _LAYER + "self_attn.o_proj.weight", 2),
-    _Entry(("layers", "attention", "query_bias"), _LAYER + "self_attn.q_proj.bias"),
-    _Entry(("layers", "attention", "key_bias"), _LAYER + "self_attn.k_proj.bias"),
-    _Entry(("layers", "attention", "value_bias"), _LAYER + "self_attn.v_proj.bias"),
-    _Entry(("layers", "attention", "out_bias"), _LAYER + "self_attn.o_proj.bias"),
-    _Entry(("layers", "attention", "query_norm"), _LAYER + "self_attn.q_norm.weight"),
-    _Entry(("layers", "attention", "key_norm"), _LAYER + "self_attn.k_norm.weight"),
-    _Entry(("layers", "mlp", "gate"), _LAYER + "mlp.gate_proj.weight", 1),
-    _Entry(("layers", "mlp", "up"), _LAYER + "mlp.up_proj.weight", 1),
-    _Entry(("layers", "mlp", "down"), _LAYER + "mlp.down_proj.weight", 1),
+_STORED = ("F32", "F16", "BF16")
+_QUANTISED = re.compile(
+    r".*\.(qweight|qzeros|scales|g_idx|weight_scale|weight_scale_inv|weight_packed|absmax"
+    r"|activation_scale|input_scale)"
 )
-_IGNORED = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
+_MAPPED = 1 << 28  # bytes read before a file is opened anew, which frees the pages mapped so far
 
-
-@dataclasses.dataclass(frozen=True)
-class _Slot:
-    """One tensor of a checkpoint: its place in the parameters and its stored shape."""
-
-    path: tuple[str, ...]
-    layer: int | None
-    inputs: int
-    shape: tuple[int, ...]
+Shardings = Params | Callable[[tuple[str, ...]], Sharding] | None
 
 
 def load_model(
-    path: str | os.PathLike[str], dtype: str = "float32", *, context_length: int | None = None
+    path: str | os.PathLike[str],
+    dtype: str = "float32",
+    *,
+    shardings: Shardings = None,
+    context_length: int | None = None,
 ) -> Model:
     """Read a checkpoint directory in Hugging Face form.
 
-    Weights are read tensor by tensor, cast, and put straight into the stacked arrays.
+    Weights are read tensor by tensor, and of each tensor the blocks that devices of this process
+    hold. They go straight to their devices, are cast there, and fill the stacked arrays layer by
+    layer, so the host holds about one tensor at a time.
 
     Args:
         path: A directory with `config.json` and either `model.safetensors` or an index and its
             shards, stored in float32, float16 or bfloat16.
         dtype: `float32` or `bfloat16`, the dtype of the parameters and of the arithmetic.
+        shardings: How parameters lie on devices: a pytree like `param_axes(config)` with a
+            `jax.sharding.Sharding` for each parameter, or a function from a parameter's logical
+            axes to its sharding. None for all on the default device.
         context_length: Tokens, in place of what the configuration allows.
 
     Returns:
@@ -99,37 +75,29 @@ def load_model(
     Raises:
         FileNotFoundError: If the directory or one of its files is missing.
         ValueError: If the configuration is not supported, a file is damaged, or a tensor is
-            unknown, missing, of the wrong shape or of an unsupported dtype.
+            unknown, missing, of the wrong shape or of an unsupported dtype; or if `shardings` does
+            not fit the parameters.
+
+    Example:
+        >>> load_model("checkpoint", "bfloat16")  # doctest: +SKIP
     """
     directory, target = Path(path), check_dtype(dtype)
     config = load_config(directory)
     abstract = abstract_params(config, dtype)
-    slots = _slots(config, abstract)
-    arrays = jax.tree.map(lambda leaf: np.empty(leaf.shape, target), abstract)
-    seen: dict[str, Path] = {}
-    tied_head = None
+    leaves = _empty_leaves(config, abstract, target, shardings)
+    names = _Names(config, checkpoint_slots(config, abstract), fused_slots(config, abstract))
     for file in weight_files(directory):
-        for name, tensor in _tensors(file, slots, config):
-            if name in seen:
-                raise ValueError(f"{name} is in {seen[name].name} and again in {file.name}.")
-            seen[name] = file
-            if name == _HEAD and config.tie_word_embeddings:
-                tied_head = tensor.astype(target)
-            else:
-                _place(arrays, slots[name], tensor)
-    missing = sorted(set(slots) - set(seen))
+        _read_file(file, names, leaves)
+    missing = sorted(set(names.slots) - set(names.seen))
     if missing:
         raise ValueError(
             f"{directory} lacks {_listed(missing)}, which its config.json calls for. Copy the "
             "complete checkpoint, or the config.json that belongs to it."
         )
-    if tied_head is not None and not np.array_equal(tied_head, arrays["embed"]):
-        raise ValueError(
-            f"{directory} ties the head to the embedding (tie_word_embeddings true) and yet stores "
-            f"a {_HEAD} that differs from {_EMBED}. Set tie_word_embeddings to false to use it, or "
-            "remove the tensor."
-        )
-    return Model(config, jax.tree.map(jnp.asarray, arrays), context_length)
+    params = jax.tree.map(lambda leaf: leaf.array(), leaves)
+    if config.tie_word_embeddings and HEAD in names.seen:
+        _check_tied_head(names.seen[HEAD], params["embed"])
+    return Model(config, params, context_length)
 
 
 def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
@@ -189,6 +157,10 @@ def save_model(model: Model, path: str | os.PathLike[str], *, shard_bytes: float
     that directory is renamed to it, so a reader finds all or nothing. If it does, each file is
     renamed into it, and weights of an earlier save are replaced; other files stay.
 
+    Tensors come to the host one at a time (experts a layer at a time). Where parameters lie on
+    devices of several processes, all of them must call this alike; the first one writes, and all
+    return when it is done.
+
     Args:
         model: What to write, in the dtype of its parameters.
         path: The directory.
@@ -204,10 +176,30 @@ def save_model(model: Model, path: str | os.PathLike[str], *, shard_bytes: float
         raise ValueError(f"shard_bytes is {shard_bytes}; it must be above 0.")
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file; give a directory to save the model in.")
+    exporter = Exporter(model.params)
+    plan = _plan_files(checkpoint_slots(model.config, model.params), exporter, shard_bytes)
+    if not exporter.spread:
+        _save_as(model, target, exporter, plan)
+        return
+    try:
+        if jax.process_index() == 0:
+            _save_as(model, target, exporter, plan)
+        else:
+            for slots in plan.values():
+                for slot in slots.values():
+                    exporter.take(slot)
+    finally:
+        multihost_utils.sync_global_devices("race_jax.models.save_model")
+
+
+def _save_as(
+    model: Model, target: Path, exporter: Exporter, plan: dict[str, dict[str, Slot]]
+) -> None:
+    """Write into a temporary directory, and rename what is in it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        _write_files(model, scratch, shard_bytes)
+        _write_files(model, scratch, exporter, plan)
         os.chmod(scratch, 0o777 & ~_umask())
         for file in scratch.iterdir():
             os.chmod(file, 0o666 & ~_umask())
@@ -219,114 +211,182 @@ def save_model(model: Model, path: str | os.PathLike[str], *, shard_bytes: float
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _slots(config: ModelConfig, abstract: Params) -> dict[str, _Slot]:
-    """Every tensor that a checkpoint of this configuration must hold."""
-    slots = {}
-    for entry in _ENTRIES:
-        leaf: Any = abstract
-        for key in entry.path:
-            leaf = leaf.get(key) if leaf is not None else None
-        if leaf is None:
-            continue
-        layered = "{}" in entry.name
-        shape = leaf.shape[1:] if layered else leaf.shape
-        slot = _Slot(entry.path, None, entry.inputs, _stored_shape(entry, shape))
-        if not layered:
-            slots[entry.name] = slot
-            continue
-        for layer in range(config.num_hidden_layers):
-            slots[entry.name.format(layer)] = dataclasses.replace(slot, layer=layer)
-    return slots
+def _empty_leaves(config: ModelConfig, abstract: Params, dtype: Any, shardings: Shardings) -> Any:
+    """A pytree of `Leaf`, one for each parameter."""
+    if shardings is None:
+        return jax.tree.map(lambda x: Leaf(x.shape, dtype, None), abstract)
+    places = shardings
+    if callable(shardings):
+        axes = param_axes(config)
+        places = jax.tree.map(lambda _, names: shardings(names), abstract, axes)
+
+    def one(path: tuple, leaf: Any, place: Any) -> Leaf:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if not isinstance(place, Sharding):
+            raise ValueError(
+                f"shardings has {place!r} for {name}; it must be a jax.sharding.Sharding."
+            )
+        try:
+            place.shard_shape(leaf.shape)
+        except ValueError as error:
+            raise ValueError(f"the sharding of {name} does not fit its shape: {error}") from error
+        return Leaf(leaf.shape, dtype, place)
+
+    given, wanted = (jax.tree.structure(tree) for tree in (places, abstract))
+    if given != wanted:
+        raise ValueError(
+            f"shardings has the structure {given}, and the parameters have {wanted}; make it from "
+            "param_axes(config)."
+        )
+    return jax.tree_util.tree_map_with_path(one, abstract, places)
 
 
-def _stored_shape(entry: _Entry, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a parameter's tensor in a checkpoint."""
-    if entry.inputs:
-        return (int(np.prod(shape[entry.inputs :])), int(np.prod(shape[: entry.inputs])))
-    return (int(np.prod(shape)),) if entry.name.endswith(".bias") else shape
+@dataclasses.dataclass
+class _Names:
+    """The tensors that a configuration calls for, and those found so far."""
+
+    config: ModelConfig
+    slots: dict[str, Slot]
+    fused: dict[str, dict[str, Slot]]
+    seen: dict[str, Path] = dataclasses.field(default_factory=dict)
+
+    def match(self, name: str, file: Path) -> list[Slot]:
+        """Where a tensor found in `file` goes: nowhere, to one place, or to several in parts."""
+        if IGNORED.fullmatch(name):
+            return []
+        if name in self.fused:
+            parts = self.fused[name]
+            for hub in parts:
+                for expert in range(self.config.num_experts):
+                    self._see(hub.format(expert), file)
+            return list(parts.values())
+        if name == HEAD and self.config.tie_word_embeddings:
+            self._see(name, file)
+            return [self.slots[EMBED]]
+        if name not in self.slots:
+            if _QUANTISED.fullmatch(name):
+                raise ValueError(
+                    f"{file} holds {name}, so its weights are quantised; supported are float32, "
+                    "float16 and bfloat16. Use the checkpoint in bfloat16, or convert it."
+                )
+            raise ValueError(
+                f"{file} holds the tensor {name}, which a {self.config.model_type} model of "
+                "this config.json does not have. Use the config.json that belongs to it."
+            )
+        self._see(name, file)
+        return [self.slots[name]]
+
+    def _see(self, name: str, file: Path) -> None:
+        if name in self.seen:
+            raise ValueError(f"{name} is in {self.seen[name].name} and again in {file.name}.")
+        self.seen[name] = file
 
 
-def _tensors(
-    file: Path, slots: dict[str, _Slot], config: ModelConfig
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and value of each tensor of a safetensors file, checked before it is read."""
+class _Reader:
+    """Blocks of the tensors of a safetensors file.
+
+    The file is mapped into memory, where pages once read stay for as long as it is open. So it is
+    opened anew from time to time.
+    """
+
+    def __init__(self, file: Path):
+        self.file, self.read_bytes = file, 0
+        self.handle: Any = safe_open(file, framework="numpy")
+
+    def read(self, name: str, cuts: tuple[slice, ...]) -> np.ndarray:
+        """The block `cuts` of a tensor, as a copy."""
+        if self.read_bytes > _MAPPED:
+            self.handle, self.read_bytes = safe_open(self.file, framework="numpy"), 0
+        block = self.handle.get_slice(name)[cuts]
+        self.read_bytes += block.nbytes
+        return block
+
+
+def _read_file(file: Path, names: _Names, leaves: Any) -> None:
+    """Check each tensor of a safetensors file, and fill the parameters with it."""
     try:
-        with safe_open(file, framework="numpy") as handle:
-            for name in handle.keys():  # noqa: SIM118 - not a mapping
-                if _IGNORED.fullmatch(name):
-                    continue
-                expected = slots.get(name)
-                if name == _HEAD and config.tie_word_embeddings:
-                    expected = slots[_EMBED]
-                if expected is None:
-                    raise ValueError(
-                        f"{file} holds the tensor {name}, which a {config.model_type} model of "
-                        "this config.json does not have. Use the config.json that belongs to it."
-                    )
-                view = handle.get_slice(name)
-                if tuple(view.get_shape()) != expected.shape:
-                    raise ValueError(
-                        f"{file}: {name} has shape {tuple(view.get_shape())}, and config.json "
-                        f"calls for {expected.shape}. Use the config.json that belongs to it."
-                    )
-                if view.get_dtype() not in _STORED:
-                    raise ValueError(
-                        f"{file}: {name} is stored as {view.get_dtype()}; supported are "
-                        f"{', '.join(_STORED)}. Convert the checkpoint to bfloat16."
-                    )
-                yield name, handle.get_tensor(name)
+        reader = _Reader(file)
+        for name in reader.handle.offset_keys():
+            slots = names.match(name, file)
+            if not slots:
+                continue
+            view = reader.handle.get_slice(name)
+            shape, dtype = tuple(view.get_shape()), view.get_dtype()
+            if dtype not in _STORED:
+                raise ValueError(
+                    f"{file}: {name} is stored as {dtype}; supported are {', '.join(_STORED)}. "
+                    "Convert the checkpoint to bfloat16."
+                )
+            if shape != slots[0].shape:
+                raise ValueError(
+                    f"{file}: {name} has shape {shape}, and config.json calls for "
+                    f"{slots[0].shape}. Use the config.json that belongs to it."
+                )
+            if name == HEAD and names.config.tie_word_embeddings:
+                continue
+            for slot in slots:
+                leaf_at(leaves, slot.path).fill(slot, functools.partial(reader.read, name))
     except SafetensorError as error:
         raise ValueError(
             f"{file} is not a complete safetensors file ({error}). Copy it again."
         ) from error
 
 
-def _place(arrays: Params, slot: _Slot, tensor: np.ndarray) -> None:
-    """Cast `tensor` into its place in the stacked arrays."""
-    leaf = arrays
-    for key in slot.path:
-        leaf = leaf[key]
-    view = leaf if slot.layer is None else leaf[slot.layer]
-    view[...] = (tensor.T if slot.inputs else tensor).reshape(view.shape)
+def _check_tied_head(file: Path, embed: jax.Array) -> None:
+    """Raise if a file stores a head that differs from the embedding that it is tied to."""
+    reader = _Reader(file)
+    for shard in embed.addressable_shards:
+        cuts = zip(shard.index, embed.shape, strict=True)
+        rows, columns = (cut.indices(size) for cut, size in cuts)
+        for begin in range(rows[0], rows[1], 4096):
+            end = min(begin + 4096, rows[1])
+            head = reader.read(HEAD, (slice(begin, end), slice(*columns[:2])))
+            own = np.asarray(shard.data[begin - rows[0] : end - rows[0]])
+            if not np.array_equal(head.astype(own.dtype), own):
+                raise ValueError(
+                    f"{file.parent} ties the head to the embedding (tie_word_embeddings true) and "
+                    f"yet stores a {HEAD} that differs from {EMBED}. Set tie_word_embeddings to "
+                    "false to use it, or remove the tensor."
+                )
 
 
-def _write_files(model: Model, directory: Path, shard_bytes: float) -> None:
-    """Write weights, index and configuration into an empty directory."""
-    slots = _slots(model.config, model.params)
-    names = list(slots)
-    item = np.dtype(model.params["embed"].dtype).itemsize
-    sizes = {name: int(np.prod(slots[name].shape)) * item for name in names}
-    shards: list[list[str]] = [[]]
+def _plan_files(
+    slots: dict[str, Slot], exporter: Exporter, shard_bytes: float
+) -> dict[str, dict[str, Slot]]:
+    """Which tensors go into which file."""
+    item = exporter.dtype.itemsize
+    shards: list[dict[str, Slot]] = [{}]
     room = shard_bytes
-    for name in names:
-        if shards[-1] and sizes[name] > room:
-            shards.append([])
+    for name, slot in slots.items():
+        size = math.prod(slot.shape) * item
+        if shards[-1] and size > room:
+            shards.append({})
             room = shard_bytes
-        shards[-1].append(name)
-        room -= sizes[name]
-    where = {}
-    for i, members in enumerate(shards, start=1):
-        file = _SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: _take(model.params, slots[name]) for name in members}
-        save_file(tensors, directory / file, metadata={"format": "pt"})
-        where |= dict.fromkeys(members, file)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        shards[-1][name] = slot
+        room -= size
+    if len(shards) == 1:
+        return {_SINGLE: shards[0]}
+    total = len(shards)
+    return {f"model-{i:05d}-of-{total:05d}.safetensors": x for i, x in enumerate(shards, start=1)}
+
+
+def _write_files(
+    model: Model, directory: Path, exporter: Exporter, plan: dict[str, dict[str, Slot]]
+) -> None:
+    """Write weights, index and configuration into an empty directory."""
+    where, total = {}, 0
+    for file, slots in plan.items():
+        shapes = {name: slot.shape for name, slot in slots.items()}
+        tensors = (exporter.take(slot) for slot in slots.values())
+        write_safetensors(directory / file, shapes, exporter.dtype, tensors)
+        where |= dict.fromkeys(slots, file)
+        total += sum(math.prod(shape) for shape in shapes.values()) * exporter.dtype.itemsize
+    if len(plan) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": where}
         _write_json(directory / _INDEX, index)
-    config = {**model.config.to_hf(), "dtype": str(model.params["embed"].dtype)}
+    config = {**model.config.to_hf(), "dtype": exporter.dtype.name}
     config.pop("torch_dtype", None)
     _write_json(directory / _CONFIG, config)
-
-
-def _take(params: Params, slot: _Slot) -> np.ndarray:
-    """One tensor as a checkpoint stores it."""
-    leaf = params
-    for key in slot.path:
-        leaf = leaf[key]
-    value = np.asarray(leaf if slot.layer is None else leaf[slot.layer])
-    if slot.inputs:
-        value = value.reshape(slot.shape[::-1]).T
-    return np.ascontiguousarray(value.reshape(slot.shape))
 
 
 def _move_into(scratch: Path, target: Path) -> None:

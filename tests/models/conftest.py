@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of both families, written by transformers."""
+"""Tiny random checkpoints of all families, written by transformers."""
 
 import copy
 import dataclasses
@@ -46,6 +46,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"head_dim": 8, "num_key_value_heads": 4, "rope_parameters": LINEAR},
     ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+    ),
+    "qwen3_moe-normed-tied": (
+        "qwen3_moe",
+        {
+            "tie_word_embeddings": True,
+            "head_dim": 12,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+    ),
+}
+CLASSES = {
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
 }
 
 
@@ -57,15 +77,15 @@ class Pair:
     module: Any
     path: Path
 
+    def gradients(self) -> dict[str, np.ndarray]:
+        """The module's gradients under the names that checkpoints have."""
+        return hub_names({k: x.grad.numpy() for k, x in self.module.named_parameters()})
+
 
 def build(name: str) -> Any:
     """A transformers model with random weights, norms and biases included."""
     family, changes = CASES[name]
-    config_class = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}[family]
-    model_class = {
-        "qwen2": transformers.Qwen2ForCausalLM,
-        "qwen3": transformers.Qwen3ForCausalLM,
-    }[family]
+    config_class, model_class = CLASSES[family]
     module = model_class(config_class(**copy.deepcopy(COMMON | changes))).float().eval()
     generator = torch.Generator().manual_seed(len(name))
     with torch.no_grad():
@@ -73,6 +93,21 @@ def build(name: str) -> Any:
             noise = torch.randn(value.shape, generator=generator)
             value.copy_(1.0 + 0.3 * noise if "norm" in key else 0.2 * noise)
     return module
+
+
+def hub_names(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors of a module under the names that checkpoints have, one for each expert."""
+    named = {}
+    for name, tensor in tensors.items():
+        stem, _, last = name.partition("experts.")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
+        if not stem or parts is None:
+            named[name] = tensor
+            continue
+        for expert, matrix in enumerate(tensor):
+            for part, piece in zip(parts, np.split(matrix, len(parts)), strict=True):
+                named[f"{stem}experts.{expert}.{part}.weight"] = piece
+    return named
 
 
 @pytest.fixture(scope="session", params=list(CASES))

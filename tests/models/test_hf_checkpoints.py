@@ -12,6 +12,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from race_jax.models import hf, load_model, save_model
+from race_jax.models.shards import write_safetensors
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
@@ -245,13 +246,13 @@ def test_a_failed_save_changes_nothing(tiny, tmp_path, monkeypatch, exists):
     before = {file.name: file.read_bytes() for file in out.iterdir()} if exists else None
     calls = []
 
-    def full(tensors, path, metadata):
+    def full(path, *rest):
         if calls:
             raise OSError(28, "No space left on device")
         calls.append(path)
-        save_file(tensors, path, metadata)
+        write_safetensors(path, *rest)
 
-    monkeypatch.setattr(hf, "save_file", full)
+    monkeypatch.setattr(hf, "write_safetensors", full)
     with pytest.raises(OSError, match="No space left"):
         save_model(model, out, shard_bytes=20_000)
     assert calls
