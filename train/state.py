@@ -1,0 +1,117 @@
+"""What training changes: trained parameters, optimizer, counters, random key."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from race_jax.models import Model, abstract_params, param_axes
+from race_jax.sharding import shardings_for, state_shardings
+from race_jax.train.optimizer import LoraConfig, init_lora, lora_axes, merge_lora
+from race_jax.types import Params
+
+
+class TrainState(NamedTuple):
+    """All that a step reads and replaces, and that a checkpoint holds.
+
+    Attributes:
+        step: int32 scalar, steps done, skipped ones included.
+        trained: Master weights float32: all parameters, or the adapters.
+        optimizer: The optimizer's state.
+        key: Raw random key; step s draws from it folded with s.
+        skipped: int32 scalar, steps skipped so far for a loss or gradient that is not finite.
+        skipped_in_a_row: int32 scalar, those since the last good step.
+    """
+
+    step: jax.Array
+    trained: Params
+    optimizer: Any
+    key: jax.Array
+    skipped: jax.Array
+    skipped_in_a_row: jax.Array
+
+
+class Trainee(NamedTuple):
+    """A model and which of its arrays are trained.
+
+    Attributes:
+        model: Its functions; `model.params` is not read.
+        frozen: Parameters under the adapters, in the dtype of the arithmetic; empty when all are
+            trained.
+        lora: Rank 0 trains all.
+    """
+
+    model: Model
+    frozen: Params
+    lora: LoraConfig
+
+    @property
+    def axes(self) -> Params:
+        """Logical axes of the model's parameters."""
+        return param_axes(self.model.config)
+
+    @property
+    def trained_axes(self) -> Params:
+        """Logical axes of what is trained."""
+        return lora_axes(self.axes) if self.lora.rank else self.axes
+
+    def params(self, trained: Params, frozen: Params) -> Params:
+        """The model's parameters: the trained ones, or the frozen ones with adapters added in."""
+        if not self.lora.rank:
+            return trained
+        return merge_lora(frozen, trained, self.axes, self.lora)
+
+
+def abstract_state(
+    trainee: Trainee, rule: optax.GradientTransformation, mesh: Mesh | None
+) -> TrainState:
+    """Shapes of a state, with shardings where a mesh is given; a checkpoint is read into it."""
+
+    def shapes() -> TrainState:
+        params = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, jnp.float32), abstract_params(trainee.model.config)
+        )
+        return init_state(trainee, rule, params, jax.random.key(0))
+
+    state = jax.eval_shape(shapes)
+    if mesh is None:
+        return state
+    placed = shardings_for(trainee.trained_axes, mesh, state.trained)
+    whole = NamedSharding(mesh, PartitionSpec())
+    where = TrainState(
+        whole, placed, state_shardings(state.optimizer, state.trained, placed), whole, whole, whole
+    )
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, where
+    )
+
+
+def init_state(
+    trainee: Trainee, rule: optax.GradientTransformation, params: Params, key: jax.Array
+) -> TrainState:
+    """The state before the first step.
+
+    Args:
+        trainee: What is trained.
+        rule: The optimizer.
+        params: The model's parameters; master weights are their float32 copies.
+        key: A random key: the adapters are drawn from it.
+    """
+    if trainee.lora.rank:
+        trained = init_lora(params, trainee.axes, trainee.lora, key)
+    else:
+        trained = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
+    zero = jnp.zeros((), jnp.int32)
+    # Counters are arrays of their own: a step that donates its state may not meet one twice.
+    return TrainState(
+        zero, trained, rule.init(trained), jax.random.key_data(key), zero + 0, zero + 0
+    )
+
+
+def place_state(state: TrainState, like: TrainState) -> TrainState:
+    """Put a state where `like`, from `abstract_state` on a mesh, has it."""
+    return jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, like)
