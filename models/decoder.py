@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from race_jax.models import cache as caches
-from race_jax.models.attention import (
-    cached_attention,
-    job_sizes,
-    masked_attention,
-    plan_jobs,
-    segment_attention,
-)
+from race_jax.models import parallel
 from race_jax.models.blocks import Block, Decoder
 from race_jax.models.cache import KVCache
 from race_jax.models.config import ModelConfig
 from race_jax.models.layers import rms_norm
 from race_jax.models.moe import RouterStats
 from race_jax.models.rope import rotation_tables
+from race_jax.sharding import constrain
 from race_jax.types import Params
+
+_WHOLE = ("batch", "time", "features")  # the residual stream in `forward`
+_ROWS = ("rows", None, "features")  # and in `extend`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,11 +131,15 @@ class Model:
         def step(x: jax.Array, layer: Params) -> tuple[jax.Array, RouterStats | None]:
             block = nnx.merge(template, layer)
             q, k, v = block.project(x, cos, sin)
-            mixed = segment_attention(q, k, v, segment_ids)
-            return block.finish_routed(x, mixed, real) if routed else (block.finish(x, mixed), None)
+            mixed = parallel.attend(q, k, v, segment_ids)
+            if routed:
+                x, stats = block.finish_routed(x, mixed, real)
+            else:
+                x, stats = block.finish(x, mixed), None
+            return constrain(x, _WHOLE), stats
 
         body = jax.checkpoint(step, prevent_cse=False) if remat else step
-        x = _embed(params, jnp.where(real, tokens, 0))
+        x = parallel.embed(params["embed"], jnp.where(real, tokens, 0), _WHOLE[:2])
         x, stats = jax.lax.scan(body, x, params["layers"])
         return rms_norm(x, params["norm"], self.config.rms_norm_eps), stats
 
@@ -151,7 +150,7 @@ class Model:
     def init_cache(self, params: Params, slots: int, length: int) -> KVCache:
         """An empty cache for `slots` sequences of at most `length` tokens, and one spare slot."""
         config = self.config
-        return caches.init_cache(
+        return parallel.init_cache(
             config.num_hidden_layers,
             slots,
             length,
@@ -192,57 +191,40 @@ class Model:
         positions = starts[:, None] + jnp.arange(tokens.shape[1])
         cos, sin = rotation_tables(self.config.rope, self.config.head_dim, positions)
         template = self._template()
-        attend = self._cached_attention(slots, starts, positions, cache.k.shape[3])
+        places = self._plan_places(cache, slots, starts, tokens.shape[1])
 
         def step(carry: Any, item: Any) -> tuple[Any, None]:
             x, cache = carry
             layer, index = item
             block = nnx.merge(template, layer)
             q, k, v = block.project(x, cos, sin)
-            cache = caches.append(cache, index, k, v, slots, starts)
-            return (block.finish(x, attend(q, cache, index)), cache), None
+            mixed, cache = parallel.attend_cached(q, k, v, cache, index, places)
+            return (constrain(block.finish(x, mixed), _ROWS), cache), None
 
         indices = jnp.arange(self.config.num_hidden_layers)
-        carry = (_embed(params, tokens), cache)
+        carry = (parallel.embed(params["embed"], tokens, _ROWS[:2]), cache)
         (x, cache), _ = jax.lax.scan(step, carry, (params["layers"], indices))
         return rms_norm(x, params["norm"], self.config.rms_norm_eps), cache
 
-    def _cached_attention(
-        self, slots: jax.Array, starts: jax.Array, positions: jax.Array, length: int
-    ) -> Callable[[jax.Array, KVCache, jax.Array], jax.Array]:
-        """How rows of new tokens attend to one layer of the cache on this backend."""
+    def _plan_places(
+        self, cache: KVCache, slots: jax.Array, starts: jax.Array, size: int
+    ) -> parallel.Places:
+        """Where rows of `size` new tokens lie, and how they attend on this backend."""
         blocked = self.attention == "blocked" or (
             self.attention == "auto" and jax.default_backend() == "cpu"
         )
-        groups = self.config.num_attention_heads // self.config.num_key_value_heads
-        if blocked:
-            sizes = job_sizes(positions.shape[0], positions.shape[1] * groups)
-            jobs = plan_jobs(slots, sizes)
-            return lambda q, cache, layer: cached_attention(
-                q, cache.k, cache.v, layer, slots, starts, jobs
-            )
-        allowed = positions[:, :, None] >= jnp.arange(length)
-
-        def gathered(q: jax.Array, cache: KVCache, layer: jax.Array) -> jax.Array:
-            rows, size, heads, width = q.shape
-            scaled = (q / math.sqrt(width)).astype(q.dtype).swapaxes(1, 2)
-            scaled = scaled.reshape(rows, -1, groups, size, width)
-            # What lies beyond the last token is stale, and 0 times a stale NaN is NaN.
-            v = jnp.where(allowed[:, None, -1, :, None], cache.v[layer, slots], 0)
-            mixed = masked_attention(scaled, cache.k[layer, slots], v, allowed)
-            return mixed.reshape(rows, heads, size, width).swapaxes(1, 2)
-
-        return gathered
+        groups = self.config.num_attention_heads // cache.k.shape[2]
+        return parallel.plan_places(cache, slots, starts, size * groups if blocked else None)
 
     def read_rows(self, cache: KVCache, slots: jax.Array, starts: jax.Array, size: int) -> KVCache:
         """Copy `size` entries from each `(slots[r], starts[r])` out of the cache."""
-        return caches.read_rows(cache, slots, starts, size)
+        return parallel.read_rows(cache, slots, starts, size)
 
     def write_rows(
         self, cache: KVCache, rows: KVCache, slots: jax.Array, starts: jax.Array
     ) -> KVCache:
         """Put rows that `read_rows` copied back."""
-        return caches.write_rows(cache, rows, slots, starts)
+        return parallel.write_rows(cache, rows, slots, starts)
 
     def read_states(self, cache: KVCache, slots: jax.Array) -> tuple[()]:
         """Nothing: entries per token are all that a cache holds."""
@@ -305,9 +287,3 @@ def check_dtype(dtype: str) -> jnp.dtype:
 def _abstract(config: ModelConfig, dtype: jnp.dtype) -> Decoder:
     """The decoder with shapes in place of arrays."""
     return nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), dtype))
-
-
-def _embed(params: Params, tokens: jax.Array) -> jax.Array:
-    """Rows of the embedding in float32; NaN for ids that it lacks."""
-    rows = params["embed"].at[tokens].get(mode="fill", fill_value=jnp.nan)
-    return rows.astype(jnp.float32)

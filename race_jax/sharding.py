@@ -26,14 +26,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from race_jax.types import Params
 
 AXES = ("data", "fsdp", "tensor", "context")
-"""The axes of every mesh, slowest first: neighbours in `tensor` and `context` are close."""
+"""The axes of every mesh, slowest first."""
 
 Axes = Sequence[str | None]
 """A logical name for each dimension of an array; None for one that is never cut."""
 
 TABLE: Mapping[str, tuple[str, ...]] = {
-    # Parameters. What `embed` cuts is gathered layer by layer; the devices of `context` hold
-    # different tokens and the same parameters otherwise, so they take a piece each as well.
+    # Parameters. What `embed` cuts is gathered layer by layer. The devices of `context` hold
+    # different tokens, and so need not hold the same parameters.
     "layers": (),
     "vocab": ("tensor",),
     "embed": ("fsdp", "context"),
@@ -46,6 +46,7 @@ TABLE: Mapping[str, tuple[str, ...]] = {
     # Activations and caches.
     "batch": ("data", "fsdp"),
     "time": ("context",),
+    "tokens": ("data", "fsdp", "context"),
     "features": (),
     "rows": ("data", "fsdp"),
     "slots": ("data", "fsdp"),
@@ -189,10 +190,8 @@ def use_mesh(mesh: Mesh, rules: Rules | None = None) -> Iterator[Mesh]:
 def ambient_mesh() -> AbstractMesh | None:
     """The mesh of the surrounding `use_mesh`, or None where there is none.
 
-    None also inside `shard_map`, where every device sees its own piece as a whole.
-
-    Raises:
-        ValueError: If the mesh in use was not made by `make_mesh`.
+    None also inside `shard_map`, where a device sees its own piece as a whole. A mesh that
+    `make_mesh` did not make is a ValueError.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.manual_axes) >= set(AXES):
@@ -287,7 +286,7 @@ def sharding_for(
     *,
     name: str = "an array",
 ) -> NamedSharding:
-    """`spec_for` bound to a mesh, for one array.
+    """`spec_for` bound to a mesh.
 
     Example:
         >>> mesh = make_mesh(devices=jax.devices()[:1])
