@@ -7,9 +7,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from race_jax.models.config import ModelConfig
+from race_jax.models.grouped import grouped_matmul
 from race_jax.models.layers import Maker, contract
+from race_jax.sharding import ambient_mesh, spec_for
 
 
 class RouterStats(NamedTuple):
@@ -86,7 +89,12 @@ def count_routes(probabilities: jax.Array, chosen: jax.Array, counted: jax.Array
 
 
 class Experts(nnx.Module):
-    """A router and E gated MLPs: sum over a token's experts of weight * down(silu(gate) * up)."""
+    """A router and E gated MLPs: sum over a token's experts of weight * down(silu(gate) * up).
+
+    No token is dropped, however many choose one expert. On a mesh whose rules put `experts` on
+    `tensor`, each device works for its own experts; else what cuts the experts is gathered layer by
+    layer, and `tensor` cuts their width.
+    """
 
     def __init__(self, config: ModelConfig, make: Maker):
         d, e, f = config.hidden_size, config.num_experts, config.moe_intermediate_size
@@ -97,61 +105,83 @@ class Experts(nnx.Module):
         self.top, self.normed = config.num_experts_per_tok, config.norm_topk_prob
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """float32 [..., D] from [..., D]."""
+        """float32 [B, T, D] from [B, T, D]."""
         return self.routed(x)[0]
 
     def routed(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Outputs float32 [..., D] of `x` [..., D], and how its tokens were routed.
+        """Outputs float32 [B, T, D] of `x` [B, T, D], and how its tokens were routed.
 
         Returns:
-            The outputs, the router's softmax float32 [..., E], and the experts that each token
-            passed, int32 [..., top].
+            The outputs, the router's softmax float32 [B, T, E], and the experts that each token
+            passed, int32 [B, T, top].
         """
+        weights = (self.router[...], self.gate[...], self.up[...], self.down[...])
+        mesh = ambient_mesh()
+        if mesh is None:
+            return self._local(x, *weights)
+        cut = "time" if x.shape[1] % mesh.shape["context"] == 0 else None
+        tokens = spec_for(("rows", cut, "features"), x.shape, name="tokens")
+        columns = ("experts", None, "mlp"), ("experts", "mlp", None)
+        places = [_on_tensor(columns[i], weights[i + 1].shape) for i in (0, 1)]
+        shared = places[0][0] is not None
+
+        def local(*args: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            first = jax.lax.axis_index("tensor") * args[2].shape[0] if shared else 0
+            mixed, probabilities, chosen = self._local(*args, first=first)
+            return jax.lax.psum(mixed, "tensor"), probabilities, chosen
+
+        return jax.shard_map(
+            local,
+            in_specs=(tokens, PartitionSpec(), places[0], places[0], places[1]),
+            out_specs=(tokens, tokens, tokens),
+            check_vma=False,
+        )(x, *weights)
+
+    def _local(
+        self,
+        x: jax.Array,
+        router: jax.Array,
+        gate: jax.Array,
+        up: jax.Array,
+        down: jax.Array,
+        *,
+        first: jax.Array | int = 0,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """As `routed`, with the share of the experts from `first` on that `gate` holds."""
         flat = x.reshape(-1, x.shape[-1])
-        # Near ties between experts are common, and a rounded score would send the token elsewhere.
-        scores = contract(
-            "td,de->te", flat.astype(jnp.float32), self.router[...].astype(jnp.float32)
-        )
-        probabilities = jax.nn.softmax(scores, axis=-1)
-        weights, chosen = jax.lax.top_k(probabilities, self.top)
-        if self.normed:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        mixed = self._mix(flat, weights, chosen)
+        probabilities, weights, chosen = self._route(flat, router)
+        own = chosen - first
+        own = jnp.where((own >= 0) & (own < len(gate)), own, len(gate)).reshape(-1)
+        order = jnp.argsort(own, stable=True)
+        sizes = jnp.bincount(own, length=len(gate))
+        # A permutation of repeated rows, and its inverse, so that gradients are sums over `top`
+        # in a fixed order and never scattered additions.
+        rows = _permute(jnp.repeat(flat.astype(gate.dtype), self.top, axis=0), order)
+        hidden = jax.nn.silu(grouped_matmul(rows, gate, sizes)) * grouped_matmul(rows, up, sizes)
+        out = grouped_matmul(hidden, down, sizes)
+        out = _permute(out, jnp.argsort(order)).reshape(*chosen.shape, -1)
+        mixed = jnp.sum(out * weights[..., None], axis=1)
         lead = x.shape[:-1]
         return mixed.reshape(x.shape), probabilities.reshape(*lead, -1), chosen.reshape(*lead, -1)
 
-    def _mix(self, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
-        """The weighted sum [M, D] over the experts `chosen` [M, top] of each row of `x` [M, D]."""
-        order = jnp.argsort(chosen.reshape(-1), stable=True)
-        sizes = jnp.bincount(chosen.reshape(-1), length=self.gate[...].shape[0])
-        # A permutation of repeated rows, and its inverse, so that gradients are sums over `top`
-        # in a fixed order and never scattered additions.
-        rows = _permute(jnp.repeat(x, self.top, axis=0), order)
-        gate = grouped_matmul(rows, self.gate[...], sizes)
-        up = grouped_matmul(rows, self.up[...], sizes)
-        out = grouped_matmul(jax.nn.silu(gate) * up, self.down[...], sizes)
-        out = _permute(out, jnp.argsort(order)).reshape(*chosen.shape, -1)
-        return jnp.sum(out * weights[..., None], axis=1)
+    def _route(self, x: jax.Array, router: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Softmax [M, E], weights [M, top] and experts [M, top] of `x` [M, D], in float32.
+
+        Near ties between experts are common, and a rounded score would send a token elsewhere.
+        """
+        probabilities = jax.nn.softmax(
+            contract("md,de->me", x, router.astype(jnp.float32)), axis=-1
+        )
+        weights, chosen = jax.lax.top_k(probabilities, self.top)
+        if self.normed:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return probabilities, weights, chosen
 
 
-def grouped_matmul(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Each group of rows times its own matrix, in the dtype of the weight, summed in float32.
-
-    Args:
-        x: [M, D], sorted by group.
-        weight: [E, D, F].
-        sizes: int32 [E], rows of each group; they sum to M.
-
-    Returns:
-        float32 [M, F].
-    """
-    return jax.lax.ragged_dot(
-        x.astype(weight.dtype),
-        weight,
-        sizes,
-        precision=jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
+def _on_tensor(axes: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
+    """What the mesh axis `tensor` cuts of an array; what others cut is gathered."""
+    spec = spec_for(axes, shape, name="the experts")
+    return PartitionSpec(*(axis if axis == "tensor" else None for axis in spec))
 
 
 def _permute(rows: jax.Array, order: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -110,21 +111,29 @@ def hub_names(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return named
 
 
-@pytest.fixture(scope="session", params=list(CASES))
-def pair(request, tmp_path_factory):
-    module = build(request.param)
-    path = tmp_path_factory.mktemp("tiny") / request.param
-    module.save_pretrained(path)
-    return Pair(request.param, module, path)
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory):
+    """The checkpoint of a case by its name, made when it is first asked for."""
+
+    @functools.cache
+    def make(name):
+        module = build(name)
+        path = tmp_path_factory.mktemp("tiny") / name
+        module.save_pretrained(path)
+        return Pair(name, module, path)
+
+    return make
+
+
+@pytest.fixture(params=list(CASES))
+def pair(request, pairs):
+    return pairs(request.param)
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    """A qwen3 checkpoint of its own, for tests that need no comparison over families."""
-    module = build("qwen3")
-    path = tmp_path_factory.mktemp("tiny") / "one"
-    module.save_pretrained(path)
-    return Pair("qwen3", module, path)
+def tiny(pairs):
+    """One qwen3 checkpoint, for tests that need no comparison over families."""
+    return pairs("qwen3")
 
 
 @pytest.fixture
