@@ -165,7 +165,7 @@ def make_step(
         total, weight, gradient = loss_and_gradient(
             trainee, state.trained, frozen, batch, loss, compute, places
         )
-        norm = optax.global_norm(gradient)
+        norm = optax.tree.norm(gradient)
         good = jnp.isfinite(total) & jnp.isfinite(norm)
         updates, optimizer = rule.update(gradient, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)
