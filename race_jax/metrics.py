@@ -121,8 +121,9 @@ class MetricWriter:
         plain = {name: float(value) for name, value in values.items()}
         finite = {k: v if math.isfinite(v) else None for k, v in plain.items()}
         self._log.append({"step": step, **finite})
-        for name, value in plain.items():
-            self._board.add_scalar(name, value, step)
+        for name, value in finite.items():
+            if value is not None:
+                self._board.add_scalar(name, value, step)
         self._board.flush()
         for run in self._runs:
             run.log(plain, step=step)

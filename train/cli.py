@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 
 class Command(NamedTuple):
@@ -28,6 +29,14 @@ COMMANDS = {
         "race_jax.train.logic_cli",
         "logic",
         "find the turns of finished trajectories that can go without their reasoning",
+    ),
+    ("sft",): Command(
+        "race_jax.train.sft_cli",
+        "sft",
+        "fine-tune a model on trajectories, with full reasoning or with covers",
+    ),
+    ("export",): Command(
+        "race_jax.train.export_cli", "export", "write a run's weights as a Hugging Face directory"
     ),
     ("report",): Command(
         "race_jax.train.report_cli", "report", "turn LoGiC's output into one readable page"
@@ -76,10 +85,15 @@ def find(arguments: Sequence[str]) -> tuple[Command, list[str], str] | None:
 
 def call(function: Callable[..., int], arguments: Sequence[str], words: str) -> int:
     """Parse `arguments` by the function's signature and docstring, and call it."""
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ActionConfigFile, ArgumentParser
 
     parser = ArgumentParser(prog=f"race-jax {words}", description=first_line(function))
-    parser.add_function_arguments(function, as_positional=function.__name__ in POSITIONAL)
+    settings = settings_of(function)
+    if settings is None:
+        parser.add_function_arguments(function, as_positional=function.__name__ in POSITIONAL)
+    else:
+        parser.add_argument("--config", action=ActionConfigFile, help="a YAML file of settings")
+        parser.add_class_arguments(settings, as_group=False)
     for action in parser._actions:
         # Flags read --max-trajectories; the underscored spelling keeps working.
         dashed = [flag.replace("_", "-") for flag in action.option_strings]
@@ -87,7 +101,19 @@ def call(function: Callable[..., int], arguments: Sequence[str], words: str) -> 
         parser._option_string_actions.update(dict.fromkeys(dashed, action))
         if isinstance(action.default, bool):
             action.nargs, action.const = "?", True
-    return function(**vars(parser.parse_args(list(arguments))))
+    given = parser.parse_args(list(arguments))
+    if settings is None:
+        return function(**vars(given))
+    given.pop("config")
+    return function(settings(**vars(parser.instantiate(given))))
+
+
+def settings_of(function: Callable[..., int]) -> type | None:
+    """The dataclass of settings that is a function's one argument, if that is what it takes."""
+    hints = get_type_hints(function)
+    hints.pop("return", None)
+    kinds = list(hints.values())
+    return kinds[0] if len(kinds) == 1 and dataclasses.is_dataclass(kinds[0]) else None
 
 
 def first_line(function: Callable[..., int]) -> str:

@@ -1,0 +1,169 @@
+"""Supervised fine-tuning: RACE's first stage, and plain training on full reasoning.
+
+Loss: negative log-likelihood of the policy's tokens, RACE eq. 12. The loop is all here; what it is
+made of stands in `sft_setup`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from race_jax.checkpoint import Checkpoints
+from race_jax.metrics import MetricWriter
+from race_jax.sharding import use_mesh
+from race_jax.train.evaluate import close_table, evaluate
+from race_jax.train.interrupt import any_process, stop_requests
+from race_jax.train.progress import Meter
+from race_jax.train.sft_setup import Run, SftConfig, peak_memory, prepare
+from race_jax.train.state import TrainState
+from race_jax.train.step import places_in
+
+
+def sft(config: SftConfig, *, console: Console | None = None, until: int | None = None) -> int:
+    """Train as `config` says; a run that was cut short goes on from its last checkpoint.
+
+    Args:
+        config: The run.
+        console: Where to show progress.
+        until: Stop after this step as if the process had been asked to.
+
+    Returns:
+        Exit code 0, also when a signal ended the run early with a checkpoint.
+
+    Raises:
+        ValueError: A setting is at fault, the data is, or the checkpoint is of other settings.
+        FloatingPointError: Several steps in a row had no finite loss or gradient.
+        OSError: A checkpoint could not be written.
+    """
+    console = console or Console(highlight=False, soft_wrap=True)
+    run = prepare(config, console)
+    with (
+        use_mesh(run.mesh, run.rules),
+        Checkpoints(run.folder / "checkpoints", keep=config.keep) as checkpoints,
+        stop_requests() as stop,
+    ):
+        state = run.start(checkpoints)
+        first = int(state.step)
+        with MetricWriter(
+            run.folder, step=first, trackers=config.track, settings=run.settings
+        ) as writer:
+            loop = Loop(run, checkpoints, writer, console, config.steps - first)
+            rounds = {f"step {first}": loop.evaluate(first, state)}
+            with Meter(console, "training", config.steps - first) as loop.meter:
+                for step in range(first + 1, config.steps + 1):
+                    state, numbers = loop.advance(state)
+                    loop.report(step, numbers)
+                    if step % config.eval_every == 0 or step == config.steps:
+                        rounds[f"step {step}"] = loop.evaluate(step, state)
+                    stopped = any_process(stop.is_set()) or step == until
+                    if stopped or step % config.save_every == 0 or step == config.steps:
+                        loop.save(step, state)
+                    if stopped:
+                        break
+            checkpoints.wait()
+    if len(rounds) > 2:
+        rounds = {title: rounds[title] for title in (next(iter(rounds)), list(rounds)[-1])}
+    if any(rounds.values()):
+        console.print(close_table(rounds))
+    console.print(f"{run.folder}: {int(state.step)} of {config.steps} steps done")
+    return 0
+
+
+@dataclasses.dataclass
+class Loop:
+    """What the loop does around its steps."""
+
+    run: Run
+    checkpoints: Checkpoints
+    writer: MetricWriter
+    console: Console
+    total: int
+    meter: Meter | None = None
+    tokens: int = 0
+    since: float = 0.0
+    done: int = 0
+    held_out: float | None = None
+
+    def advance(self, state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One step over the next batch."""
+        batch = next(self.run.batches)
+        self.tokens += int(np.sum(batch["segment_ids"] > 0))
+        places = places_in(batch["loss_mask"], batch["tokens"].shape[1])
+        return self.run.step(state, self.run.frozen, self.run.place(batch), places)
+
+    def report(self, step: int, numbers: Mapping[str, jax.Array]) -> None:
+        """Write and show a step's numbers; stop the run if too many steps were lost.
+
+        Raises:
+            FloatingPointError: So many steps in a row were skipped.
+        """
+        config = self.run.config
+        self.done += 1
+        if step % config.log_every and step != config.steps:
+            return
+        loss = float(numbers["loss"])  # waits for the step, so time is taken after it
+        now = time.monotonic()
+        rate = self.tokens / (now - self.since) if self.since else None
+        self.tokens, self.since = 0, now
+        assert self.meter is not None
+        left = self.meter.spent * (self.total - self.done) / self.done
+        skipped, row = int(numbers["skipped"]), int(numbers["skipped_in_a_row"])
+        rate_now = float(self.run.schedule(step - 1 - skipped))
+        values = {
+            "train/loss": loss,
+            "train/tokens": float(numbers["weight"]),
+            "train/learning_rate": rate_now,
+            "train/grad_norm": float(numbers["grad_norm"]),
+            "train/skipped": skipped,
+            "train/epoch": self.run.batches.epoch,
+            "speed/seconds_left": left,
+            "memory/peak_bytes": peak_memory(),
+        }
+        if rate is not None:
+            values["speed/tokens_per_second"] = rate
+        self.writer.write(step, values)
+        speed = f"{rate:,.0f} tokens/s" if rate is not None else "compiling"
+        self.meter.update(
+            self.done,
+            f"step {step}/{config.steps}, loss {loss:.4f}, {speed}, "
+            f"{values['memory/peak_bytes'] / 2**30:.1f} GiB",
+        )
+        if row >= config.optimizer.patience:
+            raise FloatingPointError(
+                f"{row} steps in a row, the last of them step {step}, had a loss or gradient that "
+                "is not finite, and were skipped; the parameters are those of step "
+                f"{step - row}. Lower optimizer.lr, or look at the data of these steps."
+            )
+
+    def evaluate(self, step: int, state: TrainState) -> dict[str, float]:
+        """Held-out numbers, written and shown; empty without held-out data."""
+        run = self.run
+        if run.held_out is None:
+            return {}
+        found = evaluate(run.evaluation, state.trained, run.frozen, run.held_out, run.place)
+        self.writer.write(step, {k: v for k, v in found.items() if k.startswith("eval/")})
+        self.held_out = found.get("eval/loss")
+        shown = ", ".join(
+            f"{name.removeprefix('eval/').replace('_', ' ')} {value:.4f}"
+            for name, value in found.items()
+            if name.startswith("eval/")
+        )
+        self.console.print(f"held out after step {step}: {shown}")
+        self.since = 0.0  # the time taken here is no training time
+        self.tokens = 0
+        return found
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Begin to save the state with all that a later run needs to go on from it."""
+        notes: dict[str, Any] = {
+            "settings": self.run.settings,
+            "data": self.run.batches.position(),
+        }
+        self.checkpoints.save(step, state, notes, loss=self.held_out)

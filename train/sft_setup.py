@@ -1,0 +1,214 @@
+"""What a supervised run is made of: settings, model, data, mesh, compiled functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from race_jax import losses
+from race_jax.chat import renderer_for
+from race_jax.checkpoint import Checkpoints, check_settings
+from race_jax.families import family_of
+from race_jax.metrics import check_trackers
+from race_jax.models import Model, load_config, load_model
+from race_jax.sft_data import SftDataConfig, open_data
+from race_jax.sharding import AXES, Rules, make_mesh, sharding_for
+from race_jax.tokenizer import load_tokenizer
+from race_jax.train.evaluate import make_evaluation
+from race_jax.train.optimizer import (
+    LoraConfig,
+    OptimizerConfig,
+    make_optimizer,
+    matrices,
+    schedule,
+)
+from race_jax.train.runtime import enable_compilation_cache, model_fingerprint
+from race_jax.train.state import Trainee, TrainState, abstract_state, init_state
+from race_jax.train.step import Arrays, ComputeConfig, make_step
+from race_jax.types import Params
+
+FREE = (
+    *("out", "model", "mesh", "log_every", "eval_every", "save_every", "keep", "track"),
+    *("compute.micro_batches", "compute.remat", "compute.head_chunk", "optimizer.patience"),
+)
+"""Fields that may differ when a run goes on: they change no result beyond rounding."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """How the devices are arranged; all are used.
+
+    Attributes:
+        data: Copies of the model.
+        fsdp: Devices that divide parameters, optimizer state and rows; null takes all the rest.
+        tensor: Devices that divide heads, MLP columns and the vocabulary.
+        context: Devices that divide the tokens of a row.
+        experts: Mesh axis that divides experts, `fsdp` or `tensor`.
+        replicate: Logical axes that may stay whole where they do not divide.
+    """
+
+    data: int = 1
+    fsdp: int | None = None
+    tensor: int = 1
+    context: int = 1
+    experts: str = "fsdp"
+    replicate: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class SftConfig:
+    """One supervised run. Everything that decides its result stands here.
+
+    Attributes:
+        model: Folder of the Hugging Face checkpoint to start from, with its tokenizer.
+        out: The run's folder: checkpoints, metrics, the resolved settings.
+        data: What is trained on.
+        steps: Updates of the whole run, skipped ones included.
+        optimizer: AdamW and its schedule.
+        lora: Adapters instead of full training.
+        compute: How a step computes.
+        mesh: How devices are arranged.
+        seed: Decides the order of the data and the adapters' start.
+        log_every: Steps between lines of metrics.
+        eval_every: Steps between evaluations on held-out data; one more before the first step.
+        save_every: Steps between checkpoints; one more at the end and on SIGTERM.
+        keep: Latest checkpoints to keep; the one with the lowest held-out loss stays as well.
+        track: Where else to show metrics: `wandb`, `trackio`.
+    """
+
+    model: str
+    out: str
+    data: SftDataConfig
+    steps: int
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    compute: ComputeConfig = dataclasses.field(default_factory=ComputeConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    seed: int = 0
+    log_every: int = 1
+    eval_every: int = 50
+    save_every: int = 100
+    keep: int = 2
+    track: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for name in ("steps", "log_every", "eval_every", "save_every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed is {self.seed}; it must be from 0 to 2**32 - 1.")
+
+
+class Run:
+    """A prepared run: what the loop steps through, and where its arrays lie."""
+
+    def __init__(self, config: SftConfig, console: Console):
+        """Read settings, tokenizer and data; weights come with `start`.
+
+        Raises:
+            ValueError: Something does not fit; nothing has been written then.
+            FileNotFoundError: A folder or file is missing.
+        """
+        self.config, self.folder = config, Path(config.out)
+        self.mesh = make_mesh(*(getattr(config.mesh, axis) for axis in AXES))
+        self.rules = Rules(config.mesh.experts, config.mesh.replicate)
+        shape = load_config(config.model)
+        self.renderer = renderer_for(
+            load_tokenizer(config.model), family_of(shape.model_type), skip_form="close"
+        )
+        self.data = open_data(config, self.renderer, shape, console)
+        self.batches, self.held_out = self.data.train(), self.data.held_out()
+        self.settings = {
+            **dataclasses.asdict(config),
+            "model_fingerprint": model_fingerprint(config.model),
+            "data_fingerprint": self.data.fingerprint,
+        }
+        self.model = Model(shape, {})
+        self.trainee = Trainee(self.model, {}, config.lora)
+        self.schedule = schedule(config.optimizer, config.steps)
+        flags = matrices(self.trainee.axes)
+        if config.lora.rank:
+            flags = jax.tree.map(lambda _: True, self.trainee.trained_axes, is_leaf=_is_axes)
+        self.rule = make_optimizer(config.optimizer, config.steps, flags)
+        self.frozen: Params = {}
+        self.step = make_step(self.trainee, self.rule, sft_loss, config.compute)
+        self.evaluation = make_evaluation(
+            self.trainee, config.compute, self.renderer.end_of_reasoning
+        )
+
+    def place(self, batch: Mapping[str, np.ndarray]) -> Arrays:
+        """This process's rows of a batch as arrays over the mesh."""
+        where = sharding_for(("batch", "time"), self.mesh)
+        return {
+            name: jax.make_array_from_process_local_data(where, value)
+            for name, value in batch.items()
+        }
+
+    def start(self, checkpoints: Checkpoints) -> TrainState:
+        """The state to go on from: the last checkpoint's, or a fresh one.
+
+        Raises:
+            ValueError: The checkpoint is of a run with other settings.
+        """
+        like = abstract_state(self.trainee, self.rule, self.mesh)
+        if self.config.lora.rank:
+            self.frozen = self._load(self.config.compute.dtype)
+        if checkpoints.latest is None:
+            return self._fresh(like)
+        notes = checkpoints.notes(checkpoints.latest)
+        check_settings(notes["settings"], self.settings, str(checkpoints.folder), free=FREE)
+        state = checkpoints.restore(checkpoints.latest, like)
+        self.batches.seek(notes["data"])
+        return state
+
+    def _load(self, dtype: str) -> Params:
+        def where(axes: tuple[str, ...]) -> jax.sharding.Sharding:
+            return sharding_for(axes, self.mesh)
+
+        return load_model(self.config.model, dtype, shardings=where).params
+
+    def _fresh(self, like: TrainState) -> TrainState:
+        """Step 0: the model's weights in float32, moments at zero, each where it belongs."""
+        params = self.frozen or self._load("float32")
+        where = jax.tree.map(lambda leaf: leaf.sharding, like)
+        make = functools.partial(init_state, self.trainee, self.rule)
+        # Without adapters the float32 weights become the state; with them they are still needed.
+        donated = () if self.config.lora.rank else (0,)
+        begin = jax.jit(make, out_shardings=where, donate_argnums=donated)
+        return begin(params, jax.random.key(self.config.seed))
+
+
+def sft_loss(logprobs: jax.Array, batch: Arrays) -> tuple[jax.Array, jax.Array]:
+    """RACE eq. 12 on a batch."""
+    return losses.sft(logprobs, batch["loss_mask"])
+
+
+def prepare(config: SftConfig, console: Console) -> Run:
+    """Check and gather all that a run needs, before anything is written."""
+    enable_compilation_cache()
+    check_trackers(config.track)
+    run = Run(config, console)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def _is_axes(leaf: Any) -> bool:
+    return isinstance(leaf, tuple)
+
+
+def peak_memory() -> int:
+    """Most bytes held so far: of the first device where it tells, else of the process."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return int(stats["peak_bytes_in_use"])
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
