@@ -1,0 +1,1 @@
+"""CARL: reinforcement learning on rollout trees, with updates where choices matter."""
