@@ -1,0 +1,192 @@
+"""One step of supervised training against torch: time and peak memory, same model and batch.
+
+Every method runs in a process of its own, so that its peak of resident memory is its own. The peers
+are transformers' model in torch with gradient checkpointing and AdamW: once with full logits, as
+its own loss has them, and once with a head that projects and recomputes chunk by chunk.
+
+    python bench/sft_step.py [--tokens 2048] [--rows 1] [--dtype float32] [--share 1.0]
+
+`--share` is the share of tokens that carry loss. Needs torch and transformers beside race-jax.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+SHAPE = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}
+CHUNK = 256
+
+
+def peak_mib() -> float:
+    """Peak resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def make_batch(args) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and whether each carries loss, [B, T + 1] and [B, T]."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, SHAPE["vocab_size"], (args.rows, args.tokens + 1), np.int32)
+    return tokens, rng.random((args.rows, args.tokens)) < args.share
+
+
+def run_jax(args) -> dict[str, float]:
+    """Our step."""
+    import jax
+
+    from race_jax.losses import sft
+    from race_jax.models import load_model
+    from race_jax.train.optimizer import LoraConfig, OptimizerConfig, make_optimizer, matrices
+    from race_jax.train.state import Trainee, init_state
+    from race_jax.train.step import ComputeConfig, make_step, places_in
+
+    before = peak_mib()
+    model = load_model(args.folder)
+    trainee = Trainee(model, {}, LoraConfig())
+    rule = make_optimizer(OptimizerConfig(), 100, matrices(trainee.axes))
+    state = init_state(trainee, rule, model.params, jax.random.key(0))
+    compute = ComputeConfig(args.dtype, 1, "block", CHUNK)
+
+    def loss(logprobs, batch):
+        return sft(logprobs, batch["loss_mask"])
+
+    bare = trainee._replace(model=dataclasses.replace(model, params={}))
+    step = make_step(bare, rule, loss, compute)
+    del model
+    tokens, mask = make_batch(args)
+    positions = np.broadcast_to(np.arange(args.tokens, dtype=np.int32), mask.shape)
+    batch = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "positions": positions,
+        "segment_ids": np.ones_like(positions),
+        "loss_mask": mask,
+    }
+    places = places_in(mask, args.tokens)
+    losses, spent = [], []
+    for _ in range(args.times + 1):
+        begun = time.perf_counter()
+        state, metrics = step(state, {}, batch, places)
+        losses.append(float(metrics["loss"]))
+        spent.append(time.perf_counter() - begun)
+    return {"seconds": min(spent[1:]), "mib": peak_mib() - before, "loss": losses[0]}
+
+
+def run_torch(args, *, chunked: bool) -> dict[str, float]:
+    """Transformers' model, with our loss over all or over chunks of the positions."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+    from transformers import AutoModelForCausalLM
+
+    before = peak_mib()
+    network = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32)
+    network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    network.train()
+    rule = torch.optim.AdamW(network.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.0)
+    tokens, mask = make_batch(args)
+    ids = torch.from_numpy(tokens).long()
+    wanted = torch.from_numpy(mask).reshape(-1)
+
+    def part(hidden, targets):
+        logits = network.lm_head(hidden).float()
+        return torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+
+    def forward():
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.dtype == "bfloat16"):
+            hidden = network.model(ids[:, :-1], use_cache=False).last_hidden_state
+            flat, targets = hidden.reshape(-1, hidden.shape[-1]), ids[:, 1:].reshape(-1)
+            if not chunked:
+                logits = network.lm_head(flat).float()
+                each = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+                return (each * wanted).sum() / wanted.sum()
+            flat, targets = flat[wanted], targets[wanted]
+            parts = zip(flat.split(CHUNK), targets.split(CHUNK), strict=True)
+            return sum(checkpoint(part, *x, use_reentrant=False) for x in parts) / wanted.sum()
+
+    losses, spent = [], []
+    for _ in range(args.times + 1):
+        begun = time.perf_counter()
+        loss = forward()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        rule.step()
+        rule.zero_grad()
+        losses.append(loss.item())
+        spent.append(time.perf_counter() - begun)
+    return {"seconds": min(spent[1:]), "mib": peak_mib() - before, "loss": losses[0]}
+
+
+METHODS = {
+    "torch, full logits": lambda args: run_torch(args, chunked=False),
+    "torch, chunked head": lambda args: run_torch(args, chunked=True),
+    "race-jax": run_jax,
+}
+
+
+def main() -> None:
+    """Print one table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--share", type=float, default=1.0, help="share of tokens with loss")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--times", type=int, default=3, help="steps, of which the fastest counts")
+    parser.add_argument("--method", choices=METHODS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.method:
+        print(json.dumps(METHODS[args.method](args)))
+        return
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3", **SHAPE, num_hidden_layers=args.layers, dtype="float32")
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        for method in METHODS:
+            command = [sys.executable, *sys.argv, "--method", method, "--folder", folder]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            results[method] = json.loads(done.stdout.splitlines()[-1])
+    ours = results["race-jax"]
+    title = (
+        f"one step, {args.rows} x {args.tokens:,} tokens, {args.share:.0%} with loss, {args.dtype}"
+    )
+    table = Table(title=title)
+    for name in ("method", "seconds", "peak MiB", "x slower", "x more memory", "first loss"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for method, result in results.items():
+        table.add_row(
+            method,
+            f"{result['seconds']:.2f}",
+            f"{result['mib']:,.0f}",
+            f"{result['seconds'] / ours['seconds']:.2f}",
+            f"{result['mib'] / ours['mib']:.2f}",
+            f"{result['loss']:.5f}",
+        )
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
