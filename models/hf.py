@@ -177,7 +177,8 @@ def save_model(model: Model, path: str | os.PathLike[str], *, shard_bytes: float
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file; give a directory to save the model in.")
     exporter = Exporter(model.params)
-    plan = _plan_files(checkpoint_slots(model.config, model.params), exporter, shard_bytes)
+    slots = checkpoint_slots(model.config, model.params)
+    plan = _plan_files(slots, exporter.dtype.itemsize, shard_bytes)
     if not exporter.spread:
         _save_as(model, target, exporter, plan)
         return
@@ -351,10 +352,9 @@ def _check_tied_head(file: Path, embed: jax.Array) -> None:
 
 
 def _plan_files(
-    slots: dict[str, Slot], exporter: Exporter, shard_bytes: float
+    slots: dict[str, Slot], item: int, shard_bytes: float
 ) -> dict[str, dict[str, Slot]]:
-    """Which tensors go into which file."""
-    item = exporter.dtype.itemsize
+    """Which tensors go into which file, with `item` bytes per number."""
     shards: list[dict[str, Slot]] = [{}]
     room = shard_bytes
     for name, slot in slots.items():

@@ -63,6 +63,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# Sizes that 8 devices divide, for tests of sharded arrays.
+EVEN = {"vocab_size": 96, "head_dim": 8, "attention_bias": True}
+SHARDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "loads": ("qwen3", {**EVEN, "tie_word_embeddings": False}),
+    "loads-moe": (
+        "qwen3_moe",
+        {
+            **EVEN,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
 CLASSES = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
@@ -85,7 +100,7 @@ class Pair:
 
 def build(name: str) -> Any:
     """A transformers model with random weights, norms and biases included."""
-    family, changes = CASES[name]
+    family, changes = {**CASES, **SHARDED}[name]
     config_class, model_class = CLASSES[family]
     module = model_class(config_class(**copy.deepcopy(COMMON | changes))).float().eval()
     generator = torch.Generator().manual_seed(len(name))
