@@ -31,6 +31,8 @@ NAMES: Mapping[str, str] = {
     "eval/loss_action": "held-out loss of action tokens",
     "eval/close_on_skip": "probability of closing at once, mean over held-out SKIP turns",
     "eval/close_on_think": "probability of closing at once, mean over held-out THINK turns",
+    "eval/turns_skip": "held-out SKIP turns behind that mean",
+    "eval/turns_think": "held-out THINK turns behind that mean",
 }
 """Every name that a run writes, and what it means."""
 
@@ -56,6 +58,9 @@ class MetricWriter:
 
     A run that goes on from a checkpoint may have written further than that: those lines are taken
     back first, so that no step stands there twice.
+
+    Attributes:
+        earlier: The records that an earlier part of the run has left.
     """
 
     def __init__(
@@ -86,13 +91,13 @@ class MetricWriter:
         path = folder / FILE
         self._log = jsonl.JsonlLog(path)
         records = list(self._log.records())
-        if any(record.get("step", 0) > step for record in records):
+        kept = [record for record in records if record.get("step", 0) <= step]
+        if len(kept) < len(records):
             self._log.close()
             with jsonl.replacing(path) as file:
-                for record in records:
-                    if record.get("step", 0) <= step:
-                        file.write(jsonl.dumps(record))
+                file.writelines(jsonl.dumps(record) for record in kept)
             self._log = jsonl.JsonlLog(path)
+        self.earlier = kept
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         self._runs = []
         for name in trackers:
@@ -134,6 +139,23 @@ class Curve(NamedTuple):
 
     steps: list[int]
     values: list[float]
+
+
+def is_metrics(path: str | os.PathLike[str]) -> bool:
+    """Whether a file begins as `metrics.jsonl` does: a record with a step and known names.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    if not Path(path).is_file():
+        return False
+    for _, line in jsonl.lines(path):
+        try:
+            record = jsonl.loads(line or b"").value
+        except ValueError:
+            return False
+        return isinstance(record, dict) and "step" in record and any(n in NAMES for n in record)
+    return False
 
 
 def read_metrics(path: str | os.PathLike[str]) -> dict[str, Curve]:

@@ -50,7 +50,7 @@ COMMANDS = {
 }
 """Every command, by the words that call it."""
 
-POSITIONAL = {"report", "check", "convert"}
+POSITIONAL = {"report", "check", "convert", "export"}
 """Functions whose required parameters are given without a flag."""
 
 

@@ -94,8 +94,7 @@ def evaluate(
         place: Puts them on the devices.
 
     Returns:
-        `eval/...` numbers; those with no tokens or turns behind them are left out. `turns/skip` and
-        `turns/think` count the turns.
+        `eval/...` numbers; losses and rates with no tokens or turns behind them are left out.
     """
     total: dict[str, np.ndarray] = {}
     for batch in batches:
@@ -109,8 +108,23 @@ def evaluate(
             total[name] = total.get(name, np.zeros(2)) + np.asarray(pair, np.float64)
     found = {f"eval/{name}": float(s / w) for name, (s, w) in total.items() if w > 0}
     for kind in ("skip", "think"):
-        found[f"turns/{kind}"] = float(total[f"close_on_{kind}"][1]) if total else 0.0
+        found[f"eval/turns_{kind}"] = float(total[f"close_on_{kind}"][1]) if total else 0.0
     return found
+
+
+def shown(found: Mapping[str, float]) -> str:
+    """The numbers of `evaluate` in a line."""
+    names = ("loss", "loss_reasoning", "loss_decision", "loss_action")
+    rates = ("close_on_skip", "close_on_think")
+    parts = [
+        f"{n.replace('_', ' ')} {found[f'eval/{n}']:.4f}" for n in names if f"eval/{n}" in found
+    ]
+    parts += [
+        f"closes on {n.rpartition('_')[2].upper()} turns {found[f'eval/{n}']:.1%}"
+        for n in rates
+        if f"eval/{n}" in found
+    ]
+    return ", ".join(parts)
 
 
 def close_table(rounds: Mapping[str, Mapping[str, float]]) -> Table:
@@ -130,6 +144,6 @@ def close_table(rounds: Mapping[str, Mapping[str, float]]) -> Table:
         for found in rounds.values():
             rate = found.get(f"eval/close_on_{kind}")
             cells += ["-", "-"] if rate is None else [f"{rate:.1%}", f"{1 - rate:.1%}"]
-        count = max((found.get(f"turns/{kind}", 0) for found in rounds.values()), default=0)
+        count = max((found.get(f"eval/turns_{kind}", 0) for found in rounds.values()), default=0)
         table.add_row(kind.upper(), f"{count:.0f}", *cells)
     return table

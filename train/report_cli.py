@@ -1,4 +1,4 @@
-"""`race-jax report`: the HTML page of a LoGiC output file."""
+"""`race-jax report`: the HTML page of a LoGiC output file, or the curves of a run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from race_jax.jsonl import same_file
+from race_jax.metrics import NAMES, is_metrics, plot_metrics, read_metrics
 from race_jax.report import (
     MAX_TRAJECTORIES,
     plot_sweep,
@@ -28,14 +30,16 @@ def report(
     max_trajectories: int = MAX_TRAJECTORIES,
     plot: str | None = None,
 ) -> int:
-    """Show what LoGiC decided: totals on the console, and one self-contained HTML page.
+    """Show what LoGiC decided, as one self-contained HTML page, or a run's curves, as a picture.
 
     Args:
-        file: A file that `race-jax logic` wrote.
+        file: A file that `race-jax logic` wrote, or the `metrics.jsonl` of a run. Of metrics, the
+            curves are drawn, into `plot`; the settings of the page are of no effect.
         out: The HTML page to write.
         title: Heading of the page.
         max_trajectories: How many transcripts the page holds; totals always cover all.
-        plot: A PNG to write with skip share and tokens saved against the threshold.
+        plot: A PNG to write: skip share and tokens saved against the threshold, or a run's curves
+            (by default beside the metrics).
 
     Returns:
         Exit code: 0, or 1 if lines of the file were skipped.
@@ -47,6 +51,8 @@ def report(
     for target in (out, plot):
         if target is not None and same_file(file, target):
             raise ValueError(f"{target}: the output would replace the input; name another file")
+    if is_metrics(file):
+        return _curves(file, plot or str(Path(file).with_suffix(".png")))
     faults: list[str] = []
     records = read_records(file, faults=faults)
     write_report(
@@ -71,6 +77,23 @@ def report(
     line = f"{_plain(out)}: {size:.1f} MB from {len(records)} records{skipped}"
     console.print(line, soft_wrap=True)
     return 1 if faults else 0
+
+
+def _curves(file: str, plot: str) -> int:
+    """Draw the curves of a run, and show where each began and ended."""
+    curves = read_metrics(file)
+    plot_metrics(curves, plot)
+    table = Table(title=_plain(file))
+    for column in ("metric", "points", "first", "last"):
+        table.add_column(column, justify="left" if column == "metric" else "right")
+    for name in NAMES:
+        if name in curves:
+            values = curves[name].values
+            table.add_row(name, str(len(values)), f"{values[0]:.6g}", f"{values[-1]:.6g}")
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"{_plain(plot)}: curves over the steps", soft_wrap=True)
+    return 0
 
 
 def _plain(text: str) -> str:

@@ -18,7 +18,7 @@ from rich.console import Console
 from race_jax.checkpoint import Checkpoints
 from race_jax.metrics import MetricWriter
 from race_jax.sharding import use_mesh
-from race_jax.train.evaluate import close_table, evaluate
+from race_jax.train.evaluate import close_table, evaluate, shown
 from race_jax.train.interrupt import any_process, stop_requests
 from race_jax.train.progress import Meter
 from race_jax.train.sft_setup import Run, SftConfig, peak_memory, prepare
@@ -55,7 +55,7 @@ def sft(config: SftConfig, *, console: Console | None = None, until: int | None 
             run.folder, step=first, trackers=config.track, settings=run.settings
         ) as writer:
             loop = Loop(run, checkpoints, writer, console, config.steps - first)
-            rounds = {f"step {first}": loop.evaluate(first, state)}
+            rounds = loop.earlier_rounds() or {f"step {first}": loop.evaluate(first, state)}
             with Meter(console, "training", config.steps - first) as loop.meter:
                 for step in range(first + 1, config.steps + 1):
                     state, numbers = loop.advance(state)
@@ -68,10 +68,9 @@ def sft(config: SftConfig, *, console: Console | None = None, until: int | None 
                     if stopped:
                         break
             checkpoints.wait()
-    if len(rounds) > 2:
-        rounds = {title: rounds[title] for title in (next(iter(rounds)), list(rounds)[-1])}
+    ends = dict.fromkeys((next(iter(rounds)), next(reversed(rounds))))
     if any(rounds.values()):
-        console.print(close_table(rounds))
+        console.print(close_table({title: rounds[title] for title in ends}))
     console.print(f"{run.folder}: {int(state.step)} of {config.steps} steps done")
     return 0
 
@@ -89,7 +88,7 @@ class Loop:
     tokens: int = 0
     since: float = 0.0
     done: int = 0
-    held_out: float | None = None
+    held_out: tuple[int, float] | None = None
 
     def advance(self, state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step over the next batch."""
@@ -142,20 +141,20 @@ class Loop:
                 f"{step - row}. Lower optimizer.lr, or look at the data of these steps."
             )
 
+    def earlier_rounds(self) -> dict[str, Mapping[str, float]]:
+        """The evaluations that an earlier part of the run has written, by a title for each."""
+        records = [r for r in self.writer.earlier if "eval/loss" in r]
+        return {f"step {record['step']}": record for record in records}
+
     def evaluate(self, step: int, state: TrainState) -> dict[str, float]:
         """Held-out numbers, written and shown; empty without held-out data."""
         run = self.run
         if run.held_out is None:
             return {}
         found = evaluate(run.evaluation, state.trained, run.frozen, run.held_out, run.place)
-        self.writer.write(step, {k: v for k, v in found.items() if k.startswith("eval/")})
-        self.held_out = found.get("eval/loss")
-        shown = ", ".join(
-            f"{name.removeprefix('eval/').replace('_', ' ')} {value:.4f}"
-            for name, value in found.items()
-            if name.startswith("eval/")
-        )
-        self.console.print(f"held out after step {step}: {shown}")
+        self.writer.write(step, found)
+        self.held_out = (step, found["eval/loss"]) if "eval/loss" in found else None
+        self.console.print(f"held out after step {step}: {shown(found)}")
         self.since = 0.0  # the time taken here is no training time
         self.tokens = 0
         return found
@@ -166,4 +165,7 @@ class Loop:
             "settings": self.run.settings,
             "data": self.run.batches.position(),
         }
-        self.checkpoints.save(step, state, notes, loss=self.held_out)
+        # A loss that was measured some steps ago says nothing about these parameters.
+        fresh = self.held_out is not None and self.held_out[0] == step
+        loss = self.held_out[1] if self.held_out is not None and fresh else None
+        self.checkpoints.save(step, state, notes, loss=loss)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import resource
 import sys
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from race_jax import losses
+from race_jax import jsonl, losses
 from race_jax.chat import renderer_for
 from race_jax.checkpoint import Checkpoints, check_settings
 from race_jax.families import family_of
@@ -160,15 +161,18 @@ class Run:
             ValueError: The checkpoint is of a run with other settings.
         """
         like = abstract_state(self.trainee, self.rule, self.mesh)
+        last = checkpoints.latest
+        notes = {} if last is None else checkpoints.notes(last)
+        if notes:
+            check_settings(notes["settings"], self.settings, str(checkpoints.folder), free=FREE)
+        with jsonl.replacing(self.folder / "settings.json") as file:
+            file.write(json.dumps(self.settings, indent=1).encode())
         if self.config.lora.rank:
             self.frozen = self._load(self.config.compute.dtype)
-        if checkpoints.latest is None:
+        if last is None:
             return self._fresh(like)
-        notes = checkpoints.notes(checkpoints.latest)
-        check_settings(notes["settings"], self.settings, str(checkpoints.folder), free=FREE)
-        state = checkpoints.restore(checkpoints.latest, like)
         self.batches.seek(notes["data"])
-        return state
+        return checkpoints.restore(last, like)
 
     def _load(self, dtype: str) -> Params:
         def where(axes: tuple[str, ...]) -> jax.sharding.Sharding:
