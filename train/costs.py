@@ -51,7 +51,7 @@ class Costs:
         stacked: Bytes that one loop stores step by step for a later one: the activations that the
             forward pass keeps for the backward pass.
         open_loops: Loops whose length is not in the program; their bodies count once.
-        opaque: Kernels that state no costs, by target; they count as nothing.
+        opaque: Kernels that state no FLOPs, by name; they count as nothing.
     """
 
     flops: float = 0.0
@@ -75,7 +75,7 @@ def read_costs(text: str) -> Costs:
     """
     computations, entry = parse(text)
     walk = _Walk(computations)
-    walk.visit(entry, 1, {}, fused=False)
+    walk.visit(entry, 1, {})
     for kind, count, size in walk.shared.values():
         walk.count_collective(kind, count, size)
     return walk.costs
@@ -94,12 +94,24 @@ class _Walk:
         # An asynchronous collective on a TPU is repeated in the text of all that runs beside it.
         self.shared: dict[str, tuple[str, int, int]] = {}
 
-    def visit(self, name: str, times: int, known: Values, fused: bool) -> None:
-        """Add `times` runs of a computation; `known` tells of the elements of its parameter."""
+    def visit(
+        self, name: str, times: int, known: Values, *, fused: bool = False, inner: bool = False
+    ) -> None:
+        """Add `times` runs of a computation.
+
+        Args:
+            name: Which one.
+            times: How often it runs.
+            known: Elements of its parameter.
+            fused: Whether it is a part of one fused instruction.
+            inner: Whether it runs within the passes that stack: what loops store for one another
+                there does not outlive a step of them.
+        """
         computation = self.computations[name]
+        passes = set() if inner or fused else self._stacks(computation)
         for item in computation.instructions.values():
             if item.opcode == "while":
-                self._loop(computation, item, times, known)
+                self._loop(computation, item, times, known, inner or item.name in passes)
                 continue
             self.costs.flops += times * product_flops(item, computation.instructions)
             self._collective(item, computation, times, fused)
@@ -107,11 +119,11 @@ class _Walk:
                 self._kernel(item, times)
             within = fused or item.opcode == "fusion"
             for called in _called(item):
-                self.visit(called, times, {}, within)
-        if not fused:
-            self._stacks(computation)
+                self.visit(called, times, {}, fused=within, inner=inner)
 
-    def _loop(self, computation: Computation, item: Instruction, times: int, known: Values):
+    def _loop(
+        self, computation: Computation, item: Instruction, times: int, known: Values, inner: bool
+    ) -> None:
         body = self.computations[item.attribute(r"body=%?([\w.\-]+)") or ""]
         start = computation.instructions[item.operands[0]]
         values = {
@@ -122,7 +134,7 @@ class _Walk:
         trips = self._trips(item, body, values)
         if trips is None:
             self.costs.open_loops += 1
-        self.visit(body.name, times * (1 if trips is None else trips), kept, fused=False)
+        self.visit(body.name, times * (1 if trips is None else trips), kept, inner=inner)
 
     def _trips(self, item: Instruction, body: Computation, values: Values) -> int | None:
         """How often a loop runs; None if that is data."""
@@ -170,12 +182,14 @@ class _Walk:
         if flops:
             self.costs.flops += times * float(flops)
         elif target == "tpu_custom_call":
-            self.costs.opaque[target] = self.costs.opaque.get(target, 0) + times
+            name = re.sub(r"[.\d]+$", "", item.name)
+            self.costs.opaque[name] = self.costs.opaque.get(name, 0) + times
 
-    def _stacks(self, computation: Computation) -> None:
-        """Add what a loop of this computation piles up, step by step, for a later loop."""
+    def _stacks(self, computation: Computation) -> set[str]:
+        """Add what a loop piles up, step by step, for a later loop; returns both loops' names."""
         loops = [i for i in computation.instructions.values() if i.opcode == "while"]
         seen: set[tuple[str, int]] = set()
+        passes: set[str] = set()
         for loop in loops:
             body = self.computations[loop.attribute(r"body=%?([\w.\-]+)") or ""]
             start = computation.instructions[loop.operands[0]]
@@ -185,9 +199,11 @@ class _Walk:
                     continue
                 maker = computation.instructions[source[0]]
                 made = self.computations[maker.attribute(r"body=%?([\w.\-]+)") or ""]
-                if not _passes(made, source[1]):
+                if not _passes(made, source[1]) and len(maker.shapes[source[1]].dims) > 1:
                     seen.add(source)
+                    passes |= {maker.name, loop.name}
                     self.costs.stacked += maker.shapes[source[1]].bytes
+        return passes
 
 
 def _called(item: Instruction) -> Iterator[str]:

@@ -1,0 +1,133 @@
+"""What `race-jax plan` is asked: a model, a program, sizes and a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from race_jax.models import ModelConfig
+from race_jax.sharding import Rules
+from race_jax.train.optimizer import LoraConfig
+from race_jax.train.step import ComputeConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """The mesh, and where arrays lie on it.
+
+    Attributes:
+        data: Copies of the model.
+        fsdp: Pieces into which parameters and rows are cut; null takes what the others leave. So
+            does -1 on any one axis.
+        tensor: Pieces into which heads, MLP columns and the vocabulary are cut.
+        context: Pieces into which the tokens of a row are cut.
+        experts: `fsdp` or `tensor`, the axis that divides experts.
+        replicate: Logical axes that may stay whole where they do not divide, such as `kv_heads`.
+    """
+
+    data: int = 1
+    fsdp: int | None = None
+    tensor: int = 1
+    context: int = 1
+    experts: Literal["fsdp", "tensor"] = "fsdp"
+    replicate: tuple[str, ...] = ()
+
+    def sizes(self) -> dict[str, int | None]:
+        """Arguments of `make_mesh`."""
+        names = ("data", "fsdp", "tensor", "context")
+        return {name: getattr(self, name) for name in names}
+
+    def rules(self) -> Rules:
+        """The rules of the mesh."""
+        return Rules(self.experts, self.replicate)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanConfig:
+    """A run to plan for.
+
+    Attributes:
+        model: A `config.json`, the folder that it lies in, or its fields.
+        program: `logic_scoring`, `sft`, `rl` or `decode`.
+        sequence_length: Tokens of a row, T; of a cached sequence for scoring and decoding.
+        rows: Rows of a batch, all micro-batches together; for scoring and decoding, sequences that
+            the cache holds.
+        head_share: Share of the places of a row that the head sees, in (0, 1]: the action tokens
+            that are scored, or the policy's tokens in training.
+        row_tokens: Tokens that the LoGiC engine appends to each sequence in a step.
+        mesh: How devices are arranged.
+        compute: As for training; scoring and decoding read `dtype` alone.
+        lora: Adapters in place of full training; rank 0 trains all.
+    """
+
+    model: str | dict[str, Any]
+    program: Literal["logic_scoring", "sft", "rl", "decode"]
+    sequence_length: int = 65536
+    rows: int = 1
+    head_share: float = 0.1
+    row_tokens: int = 16
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    compute: ComputeConfig = dataclasses.field(default_factory=ComputeConfig)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+
+    def __post_init__(self):
+        for name in ("sequence_length", "rows", "row_tokens"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1.")
+        if not 0 < self.head_share <= 1:
+            raise ValueError(f"head_share is {self.head_share}; it must be above 0, at most 1.")
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run changes parameters."""
+        return self.program in ("sft", "rl")
+
+    @property
+    def places(self) -> int:
+        """Places of a row that the head sees, in eighths of the row as training rounds them."""
+        unit = -(-self.sequence_length // 8)
+        most = math.ceil(self.head_share * self.sequence_length)
+        return min(-(-most // unit) * unit, self.sequence_length)
+
+
+def read_config(path: str) -> PlanConfig:
+    """Read a run's YAML file.
+
+    Raises:
+        ValueError: If a key is unknown, or a value breaks its rule.
+        OSError: If a file cannot be read.
+    """
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    Path(path).read_bytes()  # what is wrong with the file itself, in the system's words
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(PlanConfig)
+    try:
+        found = parser.instantiate_classes(parser.parse_path(path))
+    except ArgumentError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return PlanConfig(**vars(found))
+
+
+def model_config(model: str | dict[str, Any]) -> ModelConfig:
+    """The shape of the network that a run names.
+
+    Raises:
+        ValueError: If the file is no JSON object, or describes no model that is supported.
+        OSError: If it cannot be read.
+    """
+    if isinstance(model, dict):
+        return ModelConfig.from_hf(model)
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"model {path} is not JSON: {error}.") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"model {path} holds no JSON object; name a model's config.json.")
+    return ModelConfig.from_hf(data)
