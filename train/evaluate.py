@@ -17,7 +17,7 @@ import numpy as np
 from rich.table import Table
 
 from race_jax.logprobs import token_logprobs
-from race_jax.sft_data import ACTION, DECISION, REASONING
+from race_jax.packing import ACTION, DECISION, REASONING
 from race_jax.train.optimizer import compute_params, matrices
 from race_jax.train.state import Trainee
 from race_jax.train.step import Arrays, ComputeConfig, places_in, select_places

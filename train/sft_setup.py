@@ -21,6 +21,7 @@ from race_jax.checkpoint import Checkpoints, check_settings
 from race_jax.families import family_of
 from race_jax.metrics import check_trackers
 from race_jax.models import Model, load_config, load_model
+from race_jax.packing import closing_id
 from race_jax.sft_data import SftDataConfig, open_data
 from race_jax.sharding import AXES, Rules, make_mesh, sharding_for
 from race_jax.tokenizer import load_tokenizer
@@ -142,9 +143,7 @@ class Run:
         self.rule = make_optimizer(config.optimizer, config.steps, flags)
         self.frozen: Params = {}
         self.step = make_step(self.trainee, self.rule, sft_loss, config.compute)
-        self.evaluation = make_evaluation(
-            self.trainee, config.compute, self.renderer.end_of_reasoning
-        )
+        self.evaluation = make_evaluation(self.trainee, config.compute, closing_id(self.renderer))
 
     def place(self, batch: Mapping[str, np.ndarray]) -> Arrays:
         """This process's rows of a batch as arrays over the mesh."""
