@@ -9,6 +9,7 @@ stays text: `Codec.encode` turns marks, and only marks, into control ids.
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -156,6 +157,11 @@ class Codec:
     def control_ids(self) -> frozenset[int]:
         """Ids that no text may become: the added tokens, special or not, and the tags."""
         return frozenset(self._control)
+
+    @property
+    def fingerprint(self) -> str:
+        """A short name for the tokenizer: its vocabulary, merges, rules and added tokens."""
+        return hashlib.sha256(self._backend.to_str().encode("utf-8")).hexdigest()[:16]
 
     def id_of(self, mark: str) -> int:
         """The id of a mark's token; ValueError if the tokenizer spells it in pieces."""

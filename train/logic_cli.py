@@ -20,7 +20,7 @@ from race_jax.logic.cover import check_epsilons, most_scored
 from race_jax.logic.engine import Engine, Failure, Stats
 from race_jax.logic.lanes import Lanes, default_lanes
 from race_jax.logic.noise import RESOLUTION, noise_floor
-from race_jax.logic.records import cover_record
+from race_jax.logic.records import cover_record, digest_of
 from race_jax.logic.scoring import Scorer
 from race_jax.logic.seats import fit_slots
 from race_jax.models import Model, load_config, load_model
@@ -31,7 +31,6 @@ from race_jax.train.logic_resume import (
     Source,
     already_done,
     check_files,
-    digest_of,
     still_pending,
 )
 from race_jax.train.progress import Meter

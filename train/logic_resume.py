@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from race_jax.jsonl import JsonlLog, same_file
 from race_jax.report import find_fault
-from race_jax.types import TokenTrajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,15 +19,6 @@ class Source:
     digest: str
     tokens: int
     turns: int
-
-
-def digest_of(tokens: TokenTrajectory) -> str:
-    """A short name for exactly these token ids and segments."""
-    ids: list[int] = [*tokens.prompt]
-    for turn in tokens.turns:
-        for part in (turn.reasoning, turn.skip, turn.action, turn.observation):
-            ids += [-1, *part]
-    return hashlib.sha256(np.asarray(ids, np.int64).tobytes()).hexdigest()[:12]
 
 
 def check_files(trajectories: str, out: str) -> None:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
+
+import numpy as np
 
 from race_jax.logic.cover import Cover
 from race_jax.types import Message, TokenTrajectory, Trajectory, is_turn
 
 THINK, SKIP = "THINK", "SKIP"
 SEGMENTS = ("reasoning", "skip", "action", "observation")
+
+
+def digest_of(tokens: TokenTrajectory) -> str:
+    """A short name for exactly these token ids and segments, the `input_id` of a record."""
+    ids: list[int] = [*tokens.prompt]
+    for turn in tokens.turns:
+        for part in (turn.reasoning, turn.skip, turn.action, turn.observation):
+            ids += [-1, *part]
+    return hashlib.sha256(np.asarray(ids, np.int64).tobytes()).hexdigest()[:12]
 
 
 def _round(values) -> list[float]:
