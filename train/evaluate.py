@@ -18,6 +18,7 @@ from rich.table import Table
 
 from race_jax.logprobs import token_logprobs
 from race_jax.packing import ACTION, DECISION, REASONING
+from race_jax.train.interrupt import largest
 from race_jax.train.optimizer import compute_params, matrices
 from race_jax.train.state import Trainee
 from race_jax.train.step import Arrays, ComputeConfig, places_in, select_places
@@ -101,9 +102,8 @@ def evaluate(
         width = batch["tokens"].shape[1]
         mask = np.asarray(batch["loss_mask"], bool)
         decided = mask & (np.asarray(batch["kinds"]) == DECISION)
-        sums = evaluation(
-            trained, frozen, place(batch), places_in(mask, width), places_in(decided, width)
-        )
+        most = [largest(places_in(places, width)) for places in (mask, decided)]
+        sums = evaluation(trained, frozen, place(batch), *most)
         for name, pair in sums.items():
             total[name] = total.get(name, np.zeros(2)) + np.asarray(pair, np.float64)
     found = {f"eval/{name}": float(s / w) for name, (s, w) in total.items() if w > 0}

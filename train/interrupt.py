@@ -1,4 +1,4 @@
-"""Stopping in good order: a signal is taken between steps, not in the middle of one."""
+"""Stopping in good order: a signal is taken between steps, and all processes agree on it."""
 
 from __future__ import annotations
 
@@ -48,3 +48,12 @@ def any_process(flag: bool) -> bool:
     from jax.experimental.multihost_utils import process_allgather
 
     return bool(np.any(process_allgather(np.asarray(flag))))
+
+
+def largest(count: int) -> int:
+    """The largest `count` of any process: all must run the same program."""
+    if jax.process_count() == 1:
+        return count
+    from jax.experimental.multihost_utils import process_allgather
+
+    return int(np.max(process_allgather(np.asarray(count))))

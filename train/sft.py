@@ -7,6 +7,7 @@ made of stands in `sft_setup`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from race_jax.checkpoint import Checkpoints
 from race_jax.metrics import MetricWriter
 from race_jax.sharding import use_mesh
 from race_jax.train.evaluate import close_table, evaluate, shown
-from race_jax.train.interrupt import any_process, stop_requests
+from race_jax.train.interrupt import any_process, largest, stop_requests
 from race_jax.train.progress import Meter
 from race_jax.train.sft_setup import Run, SftConfig, peak_memory, prepare
 from race_jax.train.state import TrainState
@@ -92,9 +93,9 @@ class Loop:
 
     def advance(self, state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step over the next batch."""
-        batch = next(self.run.batches)
+        batch = next(self.run.data)
         self.tokens += int(np.sum(batch["segment_ids"] > 0))
-        places = places_in(batch["loss_mask"], batch["tokens"].shape[1])
+        places = largest(places_in(batch["loss_mask"], batch["tokens"].shape[1]))
         return self.run.step(state, self.run.frozen, self.run.place(batch), places)
 
     def report(self, step: int, numbers: Mapping[str, jax.Array]) -> None:
@@ -121,7 +122,7 @@ class Loop:
             "train/learning_rate": rate_now,
             "train/grad_norm": float(numbers["grad_norm"]),
             "train/skipped": skipped,
-            "train/epoch": self.run.batches.epoch,
+            "train/epoch": self.run.data.epoch,
             "speed/seconds_left": left,
             "memory/peak_bytes": peak_memory(),
         }
@@ -149,9 +150,10 @@ class Loop:
     def evaluate(self, step: int, state: TrainState) -> dict[str, float]:
         """Held-out numbers, written and shown; empty without held-out data."""
         run = self.run
-        if run.held_out is None:
+        if run.data.held_out is None:
             return {}
-        found = evaluate(run.evaluation, state.trained, run.frozen, run.held_out, run.place)
+        batches = itertools.islice(run.data.held_out, run.config.eval_batches)
+        found = evaluate(run.evaluation, state.trained, run.frozen, batches, run.place)
         self.writer.write(step, found)
         self.held_out = (step, found["eval/loss"]) if "eval/loss" in found else None
         self.console.print(f"held out after step {step}: {shown(found)}")
@@ -163,7 +165,7 @@ class Loop:
         """Begin to save the state with all that a later run needs to go on from it."""
         notes: dict[str, Any] = {
             "settings": self.run.settings,
-            "data": self.run.batches.position(),
+            "data": self.run.data.get_state(),
         }
         # A loss that was measured some steps ago says nothing about these parameters.
         fresh = self.held_out is not None and self.held_out[0] == step

@@ -22,7 +22,7 @@ from race_jax.families import family_of
 from race_jax.metrics import check_trackers
 from race_jax.models import Model, load_config, load_model
 from race_jax.packing import closing_id
-from race_jax.sft_data import SftDataConfig, open_data
+from race_jax.sft_data import SftDataConfig, build_pipeline
 from race_jax.sharding import AXES, Rules, make_mesh, sharding_for
 from race_jax.tokenizer import load_tokenizer
 from race_jax.train.evaluate import make_evaluation
@@ -39,7 +39,8 @@ from race_jax.train.step import Arrays, ComputeConfig, make_step
 from race_jax.types import Params
 
 FREE = (
-    *("out", "model", "mesh", "log_every", "eval_every", "save_every", "keep", "track"),
+    *("out", "model", "data.path", "data.cache", "mesh", "log_every", "eval_every", "eval_batches"),
+    *("save_every", "keep", "track"),
     *("compute.micro_batches", "compute.remat", "compute.head_chunk", "optimizer.patience"),
 )
 """Fields that may differ when a run goes on: they change no result beyond rounding."""
@@ -82,6 +83,7 @@ class SftConfig:
         seed: Decides the order of the data and the adapters' start.
         log_every: Steps between lines of metrics.
         eval_every: Steps between evaluations on held-out data; one more before the first step.
+        eval_batches: Held-out batches of an evaluation; null takes all.
         save_every: Steps between checkpoints; one more at the end and on SIGTERM.
         keep: Latest checkpoints to keep; the one with the lowest held-out loss stays as well.
         track: Where else to show metrics: `wandb`, `trackio`.
@@ -98,6 +100,7 @@ class SftConfig:
     seed: int = 0
     log_every: int = 1
     eval_every: int = 50
+    eval_batches: int | None = None
     save_every: int = 100
     keep: int = 2
     track: tuple[str, ...] = ()
@@ -106,6 +109,15 @@ class SftConfig:
         for name in ("steps", "log_every", "eval_every", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.eval_batches is not None and self.eval_batches < 1:
+            raise ValueError(
+                f"eval_batches is {self.eval_batches}; it must be at least 1, or null."
+            )
+        if self.data.batch_size % self.compute.micro_batches:
+            raise ValueError(
+                f"compute.micro_batches is {self.compute.micro_batches}; it must divide "
+                f"data.batch_size, which is {self.data.batch_size}."
+            )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed is {self.seed}; it must be from 0 to 2**32 - 1.")
 
@@ -127,8 +139,19 @@ class Run:
         self.renderer = renderer_for(
             load_tokenizer(config.model), family_of(shape.model_type), skip_form="close"
         )
-        self.data = open_data(config, self.renderer, shape, console)
-        self.batches, self.held_out = self.data.train(), self.data.held_out()
+        if config.data.length > shape.context_length:
+            raise ValueError(
+                f"data.length is {config.data.length}, and the model's context has "
+                f"{shape.context_length} tokens; lower data.length."
+            )
+        self.data = build_pipeline(
+            config.data,
+            self.renderer,
+            seed=config.seed,
+            vocab_size=shape.vocab_size,
+            report=lambda line: console.print(line, markup=False),
+        )
+        console.print(self.data.table())
         self.settings = {
             **dataclasses.asdict(config),
             "model_fingerprint": model_fingerprint(config.model),
@@ -170,7 +193,7 @@ class Run:
             self.frozen = self._load(self.config.compute.dtype)
         if last is None:
             return self._fresh(like)
-        self.batches.seek(notes["data"])
+        self.data.set_state(notes["data"])
         return checkpoints.restore(last, like)
 
     def _load(self, dtype: str) -> Params:
