@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from race_jax.models import parallel
-from race_jax.models.blocks import Block, Decoder
+from race_jax.models.blocks import Block
 from race_jax.models.cache import KVCache
 from race_jax.models.config import ModelConfig
+from race_jax.models.kernels import check_choices, target_backend
 from race_jax.models.layers import rms_norm
 from race_jax.models.moe import RouterStats
+from race_jax.models.network import abstract_network
 from race_jax.models.rope import rotation_tables
 from race_jax.sharding import constrain
 from race_jax.types import Params
@@ -36,19 +38,21 @@ class Model:
         config: The shape of the network.
         params: Nested dict of arrays; the blocks' arrays have a leading axis of layers.
         max_length: Context length in tokens in place of the configuration's, or None.
-        attention: How `extend` attends: `blocked` loops over the rows and over the keys that each
-            has, `gathered` works on all keys of all rows at once, `auto` takes the first on a CPU
-            and the second elsewhere.
+        attention: How `forward` attends: `auto`, `xla`, `cudnn` or `splash`; see `choose_kernel`
+            for what `auto` takes. float32 models always run in plain XLA.
+        cached_attention: How `extend` attends, in plain XLA always: `blocked` loops over the rows
+            and over the keys that each has, `gathered` works on all keys of all rows at once,
+            `auto` takes the first on a CPU and the second elsewhere.
     """
 
     config: ModelConfig
     params: Params = dataclasses.field(compare=False, repr=False)
     max_length: int | None = None
     attention: str = "auto"
+    cached_attention: str = "auto"
 
     def __post_init__(self):
-        if self.attention not in ("auto", "blocked", "gathered"):
-            raise ValueError(f"attention is {self.attention!r}; choose auto, blocked or gathered.")
+        check_choices(self.attention, self.cached_attention)
         if self.max_length is not None and self.max_length < 1:
             raise ValueError(f"the context length is {self.max_length}; it must be at least 1.")
 
@@ -131,7 +135,7 @@ class Model:
         def step(x: jax.Array, layer: Params) -> tuple[jax.Array, RouterStats | None]:
             block = nnx.merge(template, layer)
             q, k, v = block.project(x, cos, sin)
-            mixed = parallel.attend(q, k, v, segment_ids)
+            mixed = parallel.attend(q, k, v, segment_ids, self.attention)
             if routed:
                 x, stats = block.finish_routed(x, mixed, real)
             else:
@@ -210,8 +214,8 @@ class Model:
         self, cache: KVCache, slots: jax.Array, starts: jax.Array, size: int
     ) -> parallel.Places:
         """Where rows of `size` new tokens lie, and how they attend on this backend."""
-        blocked = self.attention == "blocked" or (
-            self.attention == "auto" and jax.default_backend() == "cpu"
+        blocked = self.cached_attention == "blocked" or (
+            self.cached_attention == "auto" and target_backend() == "cpu"
         )
         groups = self.config.num_attention_heads // cache.k.shape[2]
         return parallel.plan_places(cache, slots, starts, size * groups if blocked else None)
@@ -237,53 +241,4 @@ class Model:
     def _template(self) -> nnx.GraphDef[Block]:
         """The structure of one block, to be filled with one layer's arrays."""
         config = dataclasses.replace(self.config, num_hidden_layers=1)
-        return nnx.split(_abstract(config, jnp.float32).layers)[0]
-
-
-def init_model(config: ModelConfig, seed: int, dtype: str = "float32") -> Model:
-    """A model with fresh parameters.
-
-    Args:
-        config: The shape of the network.
-        seed: Any integer; the same seed gives the same parameters.
-        dtype: `float32` or `bfloat16`.
-
-    Returns:
-        Matrices drawn from N(0, initializer_range^2), norms at 1, biases at 0.
-    """
-    decoder = Decoder(config, nnx.Rngs(seed), check_dtype(dtype))
-    return Model(config, nnx.to_pure_dict(nnx.split(decoder)[1]))
-
-
-def abstract_params(config: ModelConfig, dtype: str = "float32") -> Params:
-    """Shapes and dtypes of the parameters, as the pytree that `Model.params` has."""
-    return nnx.to_pure_dict(nnx.split(_abstract(config, check_dtype(dtype)))[1])
-
-
-def param_axes(config: ModelConfig) -> Params:
-    """Logical axis names of each parameter, parallel to `Model.params`.
-
-    Returns:
-        Nested dict of tuples over `layers`, `vocab`, `embed`, `heads`, `kv_heads`, `head_dim`,
-        `mlp`, `experts`; a mesh maps the names to its own axes.
-    """
-    state = nnx.split(_abstract(config, jnp.dtype("float32")))[1]
-    return nnx.to_pure_dict(
-        jax.tree.map(
-            lambda variable: variable.get_metadata()["axes"],
-            state,
-            is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
-        )
-    )
-
-
-def check_dtype(dtype: str) -> jnp.dtype:
-    """The dtype of that name, or a ValueError."""
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype is {dtype!r}; choose float32 or bfloat16.")
-    return jnp.dtype(dtype)
-
-
-def _abstract(config: ModelConfig, dtype: jnp.dtype) -> Decoder:
-    """The decoder with shapes in place of arrays."""
-    return nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), dtype))
+        return nnx.split(abstract_network(config, jnp.dtype("float32")).layers)[0]

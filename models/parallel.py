@@ -20,9 +20,9 @@ from race_jax.models.attention import (
     job_sizes,
     masked_attention,
     plan_jobs,
-    segment_attention,
 )
 from race_jax.models.cache import KVCache
+from race_jax.models.kernels import choose_kernel, kernel_attention
 from race_jax.sharding import Axes, ambient_mesh, ambient_rules, constrain, spec_for
 
 _MASKED = -1e30
@@ -105,27 +105,39 @@ def embed(table: jax.Array, tokens: jax.Array, axes: Axes) -> jax.Array:
     )
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, attention: str = "auto"
+) -> jax.Array:
     """`segment_attention` with rows, heads and tokens divided among the devices of the mesh.
+
+    Where `context` cuts the tokens, plain XLA runs.
 
     Args:
         q: [B, T, N, H].
         k: [B, T, K, H].
         v: [B, T, K, H].
         segment_ids: int32 [B, T].
+        attention: `auto`, `xla`, `cudnn` or `splash`, as `choose_kernel` takes it.
 
     Returns:
         [B, T, N, H].
 
     Raises:
-        ValueError: If a dimension does not divide; T must be a multiple of twice `context`.
+        ValueError: If a dimension does not divide, T must be a multiple of twice `context`; or if
+            the kernel cannot run here.
     """
     mesh = ambient_mesh()
+    kernel = choose_kernel(attention, q.dtype, q.shape[3])
     if mesh is None:
-        return segment_attention(q, k, v, segment_ids)
+        return kernel_attention(kernel, q, k, v, segment_ids)
     copies = kv_copies(k.shape[2])
     k, v = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k, v))
     parts = mesh.shape["context"]
+    if parts > 1 and attention in ("cudnn", "splash"):
+        raise ValueError(
+            f"attention is {attention}, and context = {parts} cuts the rows, which only xla can "
+            "work on; choose auto or xla, or make context 1."
+        )
     if parts > 1 and q.shape[1] % (2 * parts):
         unit = 2 * parts
         low, high = q.shape[1] // unit * unit, -(-q.shape[1] // unit) * unit
@@ -137,7 +149,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> 
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
         if parts == 1:
-            return segment_attention(q, k, v, segment_ids)
+            return kernel_attention(kernel, q, k, v, segment_ids)
         return _context_attention(q, k, v, segment_ids, parts)
 
     def spec(x: jax.Array, heads: str) -> PartitionSpec:
@@ -145,7 +157,10 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> 
 
     ids = spec_for(("batch", "time"), segment_ids.shape, name="segment_ids")
     specs = (spec(q, "heads"), spec(k, "kv_heads"), spec(v, "kv_heads"), ids)
-    return jax.shard_map(local, in_specs=specs, out_specs=specs[0])(q, k, v, segment_ids)
+    # The kernels do not say on which devices their results differ, so the check is XLA's alone.
+    check = parts > 1 or kernel == "xla"
+    run = jax.shard_map(local, in_specs=specs, out_specs=specs[0], check_vma=check)
+    return run(q, k, v, segment_ids)
 
 
 def _context_attention(

@@ -19,7 +19,7 @@ extend = jax.jit(Model.extend, static_argnums=0)
 
 
 def use(way):
-    return dataclasses.replace(MODEL, attention=way)
+    return dataclasses.replace(MODEL, cached_attention=way)
 
 
 def whole(model, tokens):
@@ -155,7 +155,7 @@ def test_a_cache_shorter_than_one_block(rng):
 
 @ways
 def test_bfloat16_cached_is_near_uncached(rng, way):
-    model = dataclasses.replace(init_model(SMALL, 0, "bfloat16"), attention=way)
+    model = dataclasses.replace(init_model(SMALL, 0, "bfloat16"), cached_attention=way)
     text = rng.integers(0, 61, 32)
     cache = model.init_cache(model.params, 1, 32)
     assert cache.k.dtype == jnp.bfloat16
