@@ -38,6 +38,11 @@ COMMANDS = {
     ("export",): Command(
         "race_jax.train.export_cli", "export", "write a run's weights as a Hugging Face directory"
     ),
+    ("plan",): Command(
+        "race_jax.train.plan_cli",
+        "run_plan",
+        "say what a run needs of each chip of a TPU slice, on a machine that has none",
+    ),
     ("report",): Command(
         "race_jax.train.report_cli", "report", "turn LoGiC's output into one readable page"
     ),
@@ -153,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return call(function, rest, words)
     except SystemExit as stop:  # The parser has said what is wrong, or printed its help.
         return int(stop.code or 0)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         reason = str(error)
         if isinstance(error, OSError) and error.filename is not None and error.strerror:
             reason = f"{error.filename}: {error.strerror}"
