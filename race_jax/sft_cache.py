@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from race_jax.packing import Example
+from race_jax.packing import KINDS, Example
 
-FORMAT = 1
+FORMAT = 2
 """Changes whenever caches of an earlier program must not be read."""
 
 _ARRAYS: Mapping[str, tuple[type, tuple[int, ...]]] = {
     "tokens": (np.int32, ()),
     "kinds": (np.uint8, ()),
     "turns": (np.int32, (3,)),
+    "totals": (np.int64, (len(KINDS),)),
     "token_ends": (np.int64, ()),
     "turn_ends": (np.int64, ()),
 }
@@ -34,6 +35,7 @@ class Cache(NamedTuple):
         tokens: int32 [sum of lengths].
         kinds: uint8, beside `tokens`.
         turns: int32 [sum of turns, 3], as `Example.turns`, for all examples in a row.
+        totals: int64 [N, kinds], how many tokens of each kind an example has.
         token_ends: int64 [N], where each example ends in `tokens`.
         turn_ends: int64 [N], where each example ends in `turns`.
         notes: What the writer put beside them.
@@ -43,6 +45,7 @@ class Cache(NamedTuple):
     tokens: np.ndarray
     kinds: np.ndarray
     turns: np.ndarray
+    totals: np.ndarray
     token_ends: np.ndarray
     turn_ends: np.ndarray
     notes: Mapping[str, Any]
@@ -77,7 +80,12 @@ class Writer:
         self._tokens += len(example.tokens)
         self._turns += len(example.turns)
         self.largest_id = max(self.largest_id, int(example.tokens.max(initial=0)))
-        values = {**example._asdict(), "token_ends": self._tokens, "turn_ends": self._turns}
+        values = {
+            **example._asdict(),
+            "totals": np.bincount(example.kinds, minlength=len(KINDS)),
+            "token_ends": self._tokens,
+            "turn_ends": self._turns,
+        }
         for key, (dtype, _) in _ARRAYS.items():
             self._files[key].write(np.asarray(values[key], dtype).tobytes())
         self._names.write(json.dumps(name).encode() + b"\n")
@@ -99,6 +107,7 @@ def make_cache(folder: Path, fill: Callable[[Writer], Mapping[str, Any]]) -> Non
         OSError: The files cannot be written.
     """
     temporary = folder.with_name(f".{folder.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a killed process with this number
     temporary.mkdir(parents=True)
     try:
         with contextlib.closing(Writer(temporary)) as writer:

@@ -26,6 +26,7 @@ import functools
 import hashlib
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,7 +86,8 @@ class SftDataConfig:
         held_out: Share of the trajectories, by a hash of their ids, that is kept from training.
         pack: Put several trajectories in a row; else one row each.
         window: How many trajectories are packed at a time.
-        cache: Folder for the tokenised data; by default `.race-jax` beside the file.
+        cache: Folder for the tokenised data; by default `race-jax/tokens` in the user's folder for
+            caches.
     """
 
     path: str
@@ -176,8 +178,7 @@ def _tokenised(config: SftDataConfig, renderer: Renderer, report: Callable[[str]
     key = [FORMAT, digest, *choice, renderer.codec.fingerprint]
     key += [renderer.family.name, renderer.skip_form]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    base = Path(config.cache) if config.cache else path.parent / ".race-jax"
-    folder = base / name
+    folder = (Path(config.cache) if config.cache else _cache_home()) / name
 
     def fill(writer: Writer) -> dict[str, Any]:
         counts: Counter[str] = Counter()
@@ -191,6 +192,11 @@ def _tokenised(config: SftDataConfig, renderer: Renderer, report: Callable[[str]
     if not (folder / "notes.json").is_file():
         make_cache(folder, fill)
     return open_cache(folder)
+
+
+def _cache_home() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "race-jax" / "tokens"
 
 
 def _nothing(config: SftDataConfig, counts: Counter[str]) -> str:
@@ -312,19 +318,25 @@ class _Plan:
 
     def __init__(self, config: SftDataConfig, split: Split, seed: int):
         self._config, self._split = config, split
+        self.batch_size = config.batch_size
         self._count = len(split.train)
+        self._held: tuple[int, list[list[int]]] = (-1, [])
         self._per_epoch = -(-self._count // config.window)
         # Each pass through `repeat` is shuffled anew.
         self._order = grain.MapDataset.range(self._count).seed(seed).shuffle().repeat()
 
-    @functools.lru_cache(maxsize=2)  # noqa: B019
     def rows(self, window: int) -> list[list[int]]:
         """The rows of a window. No window spans two epochs, so no row holds an example twice."""
+        if self._held[0] != window:
+            self._held = (window, self._rows(window))
+        return self._held[1]
+
+    def _rows(self, window: int) -> list[list[int]]:
         epoch, part = divmod(window, self._per_epoch)
         begin = part * self._config.window
         end = min(begin + self._config.window, self._count)
         base = epoch * self._count
-        order = [self._order[base + k] for k in range(begin, end)]
+        order = np.array([self._order[base + k] for k in range(begin, end)], np.int64)
         return _pack(self._config, self._split, self._split.train[order])
 
     def epoch(self, window: int, row: int) -> float:
@@ -347,7 +359,7 @@ class _Batches(grain.DatasetIterator[Batch]):
         self.window = self.row = 0
 
     def __next__(self) -> Batch:
-        size = self._plan._config.batch_size
+        size = self._plan.batch_size
         chosen: list[list[int]] = []
         while len(chosen) < size:
             rows = self._plan.rows(self.window)

@@ -210,25 +210,25 @@ def _restored(record: Mapping[str, Any]) -> tuple[Trajectory, frozenset[int], st
     kept = {key: record.get(key) for key in ("id", "tools", "reward", "success")}
     if record.get("tokens"):
         trajectory = from_json({**kept, "tokens": record["tokens"]})
-        count = len(trajectory.tokens.turns) if trajectory.tokens else 0
+        counts = [len(trajectory.tokens.turns) if trajectory.tokens else 0]
     else:
         messages = [dict(message) for message in record.get("messages") or ()]
         turns = [message for message in messages if is_turn(message)]
-        count, originals = len(turns), record.get("original_reasoning") or []
+        originals = record.get("original_reasoning") or []
         if not originals:
             raise _Fault(
                 f"trajectory {record['id']!r} came as token ids, and the record does not hold "
                 "them; run race-jax logic with --save-tokens"
             )
-        if len(originals) == count:
-            for message, reasoning in zip(turns, originals, strict=True):
-                message["reasoning_content"] = reasoning
-            trajectory = from_json({**kept, "messages": messages})
+        for message, reasoning in zip(turns, originals, strict=False):
+            message["reasoning_content"] = reasoning
+        trajectory = from_json({**kept, "messages": messages})
+        counts = [len(turns), len(originals)]
     decisions = [turn["decision"] for turn in record["turns"]]
-    if count != len(decisions) or (not record.get("tokens") and len(originals) != count):
+    if any(count != len(decisions) for count in counts):
         raise _Fault(
-            f"trajectory {record['id']!r}: {count} turns, {len(decisions)} decisions; the record "
-            "was changed after race-jax logic wrote it"
+            f"trajectory {record['id']!r}: {len(decisions)} decisions on {counts[-1]} turns; the "
+            "record was changed after race-jax logic wrote it"
         )
     skipped = frozenset(t for t, decision in enumerate(decisions) if decision == SKIP)
     return trajectory, skipped, record.get("input_id")

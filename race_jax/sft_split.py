@@ -112,14 +112,17 @@ def summarise(cache: Cache, split: Split) -> Stats:
         `policy_reasoning`, `policy_decision`, `policy_action`.
     """
     counts = cache.notes["counts"]
-    kinds = np.zeros(len(KINDS), np.int64)
-    skips = 0
-    for index in split.train:
-        begin = cache.token_ends[index - 1] if index else 0
-        here = cache.kinds[begin : begin + split.lengths[index]]
-        kinds += np.bincount(here, minlength=len(KINDS))
-        first = cache.turn_ends[index - 1] if index else 0
-        skips += int(np.sum(cache.turns[first : first + split.turns[index], 2]))
+    first_turns = cache.turn_ends - np.diff(cache.turn_ends, prepend=0)
+    skips_of = np.add.reduceat(cache.turns[:, 2], first_turns, dtype=np.int64)
+    kinds = cache.totals[split.train].sum(axis=0)
+    skips = int(skips_of[split.train].sum())
+    full = np.diff(cache.token_ends, prepend=0)
+    for index in split.train[split.lengths[split.train] < full[split.train]]:
+        end = cache.token_ends[index]
+        lost = cache.kinds[end - full[index] + split.lengths[index] : end]
+        kinds -= np.bincount(lost, minlength=len(KINDS))
+        last = cache.turn_ends[index]
+        skips -= int(cache.turns[first_turns[index] + split.turns[index] : last, 2].sum())
     turns = int(split.turns[split.train].sum())
     sampled = {f"policy_{name}": int(n) for name, n in zip(KINDS, kinds, strict=True)}
     del sampled[f"policy_{KINDS[OTHER]}"]

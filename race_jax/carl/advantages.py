@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from race_jax.masked import safe_divide
 
@@ -114,7 +115,7 @@ def edge_advantages(
     shapes = [np.shape(x) for x in arrays]
     if len(shapes[0]) != 1 or len(set(shapes)) > 1:
         raise ValueError(f"parent, rewards, is_leaf and valid must all be [n]; they are {shapes}")
-    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+    if not any(isinstance(x, Tracer) for x in arrays):
         check_tree(*(np.asarray(x) for x in arrays))
     return _edge_advantages(*map(jnp.asarray, arrays), credit=credit, baseline=baseline)
 
