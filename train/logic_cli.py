@@ -275,6 +275,21 @@ def group_by_length(sources: list[Source], shortest: int = 2048) -> list[list[So
     return [list(group) for _, group in itertools.groupby(ordered, key=bucket)]
 
 
+def read_lengths(survey: Survey, console: Console, limit: int | None, strict: bool) -> bool:
+    """Read the input once and tell what is bad in it; False if the run is to stop there."""
+    for problem in survey.load(limit):
+        if survey.faults <= MOST_NAMED:
+            console.print(visible(f"bad trajectory: {problem}"))
+        if strict:
+            console.print("stopped at the first bad trajectory, as --strict asks")
+            return False
+    if survey.faults > MOST_NAMED:
+        console.print(
+            f"... and {survey.faults - MOST_NAMED} more; race-jax trajectories check names them"
+        )
+    return True
+
+
 def logic(
     model: str,
     trajectories: str,
@@ -333,16 +348,8 @@ def logic(
     survey = Survey(trajectories, renderer, config.context_length, config.vocab_size)
     with JsonlLog(out, owns=lambda record: not find_fault(record)) as log:
         done = already_done(log, settings, epsilons, save_tokens)
-        for problem in survey.load(max_trajectories):
-            if survey.faults <= MOST_NAMED:
-                console.print(visible(f"bad trajectory: {problem}"))
-            if strict:
-                console.print("stopped at the first bad trajectory, as --strict asks")
-                return 1
-        if survey.faults > MOST_NAMED:
-            console.print(
-                f"... and {survey.faults - MOST_NAMED} more; race-jax trajectories check names them"
-            )
+        if not read_lengths(survey, console, max_trajectories, strict):
+            return 1
         pending = still_pending(survey.sources, done, epsilons, out)
         console.print(
             f"{len(survey.sources)} trajectories, {sum(s.turns for s in survey.sources)} turns, "
