@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 import shutil
 from pathlib import Path
 from typing import Literal
@@ -12,16 +12,19 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 
+from race_jax import jsonl
 from race_jax.checkpoint import Checkpoints
 from race_jax.models import Model, abstract_params, load_config, load_model, param_axes, save_model
+from race_jax.tokenizer import IM_END, load_tokenizer, spell
 from race_jax.train.optimizer import LoraConfig, init_lora, merge_lora
 from race_jax.train.runtime import model_fingerprint
 from race_jax.types import Params
 
+GENERATION = "generation_config.json"
 COPIED = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
-    *("generation_config.json", "preprocessor_config.json", "LICENSE"),
+    *(GENERATION, "preprocessor_config.json", "LICENSE"),
 )
 """Files of the base model's folder that belong to the trained model as they are."""
 
@@ -36,6 +39,7 @@ def export(
     """Write a run's weights as a Hugging Face directory, adapters merged in.
 
     Tokenizer, chat template and generation settings come from the model that the run began with.
+    If that has no generation settings, the end-of-turn token is noted as the one to stop at.
 
     Args:
         run: Folder of the run, the `out` of `race-jax sft`.
@@ -72,6 +76,10 @@ def export(
     for name in COPIED:
         if (Path(base) / name).is_file():
             copy_whole(Path(base) / name, Path(out) / name)
+    if not (Path(base) / GENERATION).is_file():
+        ends = load_tokenizer(base).convert_tokens_to_ids(spell(IM_END))
+        with jsonl.replacing(Path(out) / GENERATION) as file:
+            file.write(json.dumps({"eos_token_id": ends}, indent=2).encode() + b"\n")
     Console(highlight=False, soft_wrap=True).print(f"{out}: step {number} of {run}, {dtype}")
     return 0
 
@@ -119,9 +127,5 @@ def trained_params(checkpoints: Checkpoints, step: int, base: str, lora: LoraCon
 
 def copy_whole(source: Path, target: Path) -> None:
     """Copy a file under a temporary name and rename it."""
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        shutil.copyfile(source, scratch)
-        os.replace(scratch, target)
-    finally:
-        scratch.unlink(missing_ok=True)
+    with jsonl.replacing(target) as file, open(source, "rb") as original:
+        shutil.copyfileobj(original, file)

@@ -23,7 +23,7 @@ from race_jax.metrics import check_trackers
 from race_jax.models import Model, load_config, load_model
 from race_jax.packing import closing_id
 from race_jax.sft_data import SftDataConfig, build_pipeline
-from race_jax.sharding import AXES, Rules, make_mesh, sharding_for
+from race_jax.sharding import make_mesh, sharding_for
 from race_jax.tokenizer import load_tokenizer
 from race_jax.train.evaluate import make_evaluation
 from race_jax.train.optimizer import (
@@ -33,6 +33,7 @@ from race_jax.train.optimizer import (
     matrices,
     schedule,
 )
+from race_jax.train.plan_config import MeshConfig
 from race_jax.train.runtime import enable_compilation_cache, model_fingerprint
 from race_jax.train.state import Trainee, TrainState, abstract_state, init_state
 from race_jax.train.step import Arrays, ComputeConfig, make_step
@@ -44,27 +45,6 @@ FREE = (
     *("compute.micro_batches", "compute.remat", "compute.head_chunk", "optimizer.patience"),
 )
 """Fields that may differ when a run goes on: they change no result beyond rounding."""
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshConfig:
-    """How the devices are arranged; all are used.
-
-    Attributes:
-        data: Copies of the model.
-        fsdp: Devices that divide parameters, optimizer state and rows; null takes all the rest.
-        tensor: Devices that divide heads, MLP columns and the vocabulary.
-        context: Devices that divide the tokens of a row.
-        experts: Mesh axis that divides experts, `fsdp` or `tensor`.
-        replicate: Logical axes that may stay whole where they do not divide.
-    """
-
-    data: int = 1
-    fsdp: int | None = None
-    tensor: int = 1
-    context: int = 1
-    experts: str = "fsdp"
-    replicate: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +113,7 @@ class Run:
             FileNotFoundError: A folder or file is missing.
         """
         self.config, self.folder = config, Path(config.out)
-        self.mesh = make_mesh(*(getattr(config.mesh, axis) for axis in AXES))
-        self.rules = Rules(config.mesh.experts, config.mesh.replicate)
+        self.mesh, self.rules = make_mesh(**config.mesh.sizes()), config.mesh.rules()
         shape = load_config(config.model)
         self.renderer = renderer_for(
             load_tokenizer(config.model), family_of(shape.model_type), skip_form="close"
