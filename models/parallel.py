@@ -24,6 +24,7 @@ from race_jax.models.attention import (
 from race_jax.models.cache import KVCache
 from race_jax.models.kernels import choose_kernel, kernel_attention
 from race_jax.sharding import Axes, ambient_mesh, ambient_rules, constrain, spec_for
+from race_jax.types import Params
 
 _MASKED = -1e30
 _BLOCK = 128  # queries whose scores are alive at once
@@ -52,6 +53,19 @@ def kv_copies(heads: int) -> int:
             f"heads are replicated. Make tensor {below[-1]} or {above[0]}."
         )
     return tensor // heads
+
+
+def hold(params: Params, axes: Callable[..., Params], *arguments: Any) -> Params:
+    """The parameters, which with their gradients stay where the table says.
+
+    Args:
+        params: Parameters inside a jitted function.
+        axes: Gives their logical axes; called only where a mesh is in use.
+        *arguments: What to call it with.
+    """
+    if ambient_mesh() is None:
+        return params
+    return jax.tree.map(constrain, params, axes(*arguments))
 
 
 def embed(table: jax.Array, tokens: jax.Array, axes: Axes) -> jax.Array:
