@@ -14,7 +14,14 @@ from rich.console import Console
 
 from race_jax import jsonl
 from race_jax.checkpoint import Checkpoints
-from race_jax.models import Model, abstract_params, load_config, load_model, param_axes, save_model
+from race_jax.models import (
+    abstract_params,
+    load_config,
+    load_model,
+    make_model,
+    param_axes,
+    save_model,
+)
 from race_jax.tokenizer import IM_END, load_tokenizer, spell
 from race_jax.train.optimizer import LoraConfig, init_lora, merge_lora
 from race_jax.train.runtime import model_fingerprint
@@ -72,7 +79,7 @@ def export(
             raise ValueError(f"--out {out} is the model that the run began with; name another.")
         params = trained_params(checkpoints, number, base, LoraConfig(**settings["lora"]))
     params = jax.tree.map(lambda x: x.astype(dtype), params)
-    save_model(Model(load_config(base), params), out)
+    save_model(make_model(load_config(base), params), out)
     for name in COPIED:
         if (Path(base) / name).is_file():
             copy_whole(Path(base) / name, Path(out) / name)

@@ -20,7 +20,7 @@ from race_jax.chat import renderer_for
 from race_jax.checkpoint import Checkpoints, check_settings
 from race_jax.families import family_of
 from race_jax.metrics import check_trackers
-from race_jax.models import Model, load_config, load_model
+from race_jax.models import load_config, load_model, make_model
 from race_jax.packing import closing_id
 from race_jax.sft_data import SftDataConfig, build_pipeline
 from race_jax.sharding import make_mesh, sharding_for
@@ -136,7 +136,7 @@ class Run:
             "model_fingerprint": model_fingerprint(config.model),
             "data_fingerprint": self.data.fingerprint,
         }
-        self.model = Model(shape, {})
+        self.model = make_model(shape, {})
         self.trainee = Trainee(self.model, {}, config.lora)
         self.schedule = schedule(config.optimizer, config.steps)
         flags = matrices(self.trainee.axes)
