@@ -56,6 +56,28 @@ def group_relative(
     return jnp.where(known, safe_divide(centred, deviation[ids]), 0)
 
 
+def degenerate_groups(rewards: jax.Array, group_ids: jax.Array, *, num_groups: int) -> jax.Array:
+    """Which groups teach nothing, since all their rewards are equal or they have one member.
+
+    Their tokens have advantage 0 and still count in a loss's weight.
+
+    Args:
+        rewards: float32 [B], any scale.
+        group_ids: int32 [B] in [0, num_groups); rows of other ids do not count.
+        num_groups: Number of groups; static.
+
+    Returns:
+        bool [num_groups]; false for a group without members.
+
+    Raises:
+        ValueError: Shapes differ, or `num_groups` is below 1.
+    """
+    rewards, ids, _, count = _groups(rewards, group_ids, num_groups)
+    low = jax.ops.segment_min(rewards, ids, num_groups + 1)
+    high = jax.ops.segment_max(rewards, ids, num_groups + 1)
+    return ((low == high) & (count > 0))[:num_groups]
+
+
 def leave_one_out(rewards: jax.Array, group_ids: jax.Array, *, num_groups: int) -> jax.Array:
     """A_i = R_i - mean of the *other* rewards of its group; 0 for a group of one.
 

@@ -1,21 +1,27 @@
 """Losses: pure functions of arrays, each with its mask, as sums and weights.
 
-A loss here is what an optimizer makes small. All but `clipped_surrogate`, which gives one value
-per token, return `(sum, weight)`: add both over micro-batches and devices, divide once. A mean of
-means would count a token of a short part more than one of a long part.
+A loss here is what an optimizer makes small. `clipped_surrogate` gives a loss per token,
+`truncated_importance` weights; all others return `(sum, weight)`: add both over micro-batches and
+devices, divide once. A mean of means would count a token of a short part more than one of a long.
 
 Values under a false mask may be anything, -inf and NaN too: they reach neither sum nor gradient.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
-from race_jax.masked import masked_sum
+from race_jax.masked import masked_sum, safe_divide
 
 LOG_RATIO_LIMIT = 20.0
 """|log ratio| is cut here, in nats: e^20 in float32 is finite, and so is its gradient."""
+
+Reduction = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+]
 
 Weighted = tuple[jax.Array, jax.Array]
 """A sum and the weight to divide it by, both float32 scalars."""
@@ -71,10 +77,7 @@ def clipped_surrogate(
     _check_clip("clip_high", clip_high, float("inf"))
     old_logprobs = jax.lax.stop_gradient(old_logprobs)
     advantages = jax.lax.stop_gradient(advantages)
-    # -inf minus -inf is NaN, forwards and backwards: both sides are replaced before they meet.
-    never = jnp.isneginf(logprobs) & jnp.isneginf(old_logprobs)
-    gap = jnp.where(never, 0, logprobs) - jnp.where(never, 0, old_logprobs)
-    ratio = jnp.exp(jnp.clip(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    ratio = _ratio(logprobs, old_logprobs)
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     return -jnp.minimum(ratio * advantages, clipped * advantages)
 
@@ -127,6 +130,90 @@ def masked_grpo(
     return masked_sum(losses, kept), _count(completion_mask)
 
 
+def reduce_tokens(
+    losses: jax.Array,
+    completion_mask: jax.Array,
+    keep_mask: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    reduction: Reduction,
+    norm_length: int | None = None,
+) -> Weighted:
+    """Losses per token to a sum and its weight, by one of the usual rules.
+
+    With n policy tokens in a sequence and N sequences in the batch, a token's share of the loss is
+
+    - `token-mean`: 1 / (all policy tokens), as RACE eq. 13;
+    - `seq-mean-token-mean`: 1 / (n N);
+    - `seq-mean-token-sum`: 1 / N;
+    - `seq-mean-token-sum-norm`: 1 / (`norm_length` N).
+
+    What is masked leaves the sum and none of n, N or the number of tokens.
+
+    Args:
+        losses: float32 [B, T].
+        completion_mask: bool [B, T], all tokens that the policy sampled.
+        keep_mask: bool [B, T], those that count; only its part inside `completion_mask` does.
+        segment_ids: int32 [B, T], the sequences packed in a row, 0 at padding.
+        reduction: The rule.
+        norm_length: The divisor of `seq-mean-token-sum-norm`, such as the longest response allowed.
+
+    Returns:
+        The sum, and its weight: all policy tokens, or all sequences that have any.
+
+    Raises:
+        ValueError: Shapes differ, the rule is unknown, or `norm_length` does not go with it.
+    """
+    _same_shape(
+        losses=losses,
+        completion_mask=completion_mask,
+        keep_mask=keep_mask,
+        segment_ids=segment_ids,
+    )
+    rules = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+    if reduction not in rules:
+        raise ValueError(f"loss reduction {reduction!r} is none of {', '.join(rules)}")
+    if (norm_length is not None) != (reduction == rules[3]) or (norm_length or 1) < 1:
+        raise ValueError(
+            f"norm_length is {norm_length} with {reduction}; it is a number of tokens, given with "
+            "seq-mean-token-sum-norm and no other"
+        )
+    completion_mask = jnp.asarray(completion_mask, bool)
+    kept = jnp.asarray(keep_mask, bool) & completion_mask
+    if reduction == "token-mean":
+        return masked_sum(losses, kept), _count(completion_mask)
+    rows, length = losses.shape
+    # No row has more sequences than places, so these numbers differ for different sequences.
+    sequence = segment_ids + (length + 1) * jnp.arange(rows)[:, None]
+    sizes = jnp.zeros(rows * (length + 1)).at[sequence].add(jnp.where(completion_mask, 1.0, 0.0))
+    weight = jnp.sum(sizes > 0, dtype=jnp.float32)
+    if reduction == "seq-mean-token-mean":
+        losses = safe_divide(jnp.where(kept, losses, 0), sizes[sequence])
+    return masked_sum(losses, kept) / (norm_length or 1), weight
+
+
+def truncated_importance(
+    logprobs: jax.Array, sampler_logprobs: jax.Array, *, limit: float
+) -> jax.Array:
+    """min(exp(logprobs - sampler_logprobs), limit): weights against a sampler that differs a bit.
+
+    Args:
+        logprobs: float32 [B, T] in nats, the trainer's log-probabilities of the sampling policy.
+        sampler_logprobs: float32 [B, T] in nats, as the sampler reported them.
+        limit: The largest weight, above 0; 2 is common.
+
+    Returns:
+        float32 [B, T], without gradient; 1 where both are -inf.
+
+    Raises:
+        ValueError: Shapes differ, or the limit is not above 0.
+    """
+    _same_shape(logprobs=logprobs, sampler_logprobs=sampler_logprobs)
+    if isinstance(limit, int | float) and not limit > 0:
+        raise ValueError(f"limit is {limit}; a weight's limit is above 0")
+    return jax.lax.stop_gradient(jnp.minimum(_ratio(logprobs, sampler_logprobs), limit))
+
+
 def reasoning_closure(
     close_logprobs: jax.Array, skip_mask: jax.Array, *, num_turns: jax.Array | int
 ) -> Weighted:
@@ -152,6 +239,13 @@ def reasoning_closure(
     if isinstance(num_turns, int) and num_turns < 0:
         raise ValueError(f"num_turns is {num_turns}; it counts turns, so it is at least 0")
     return -masked_sum(close_logprobs, skip_mask), jnp.asarray(num_turns, jnp.float32)
+
+
+def _ratio(logprobs: jax.Array, old_logprobs: jax.Array) -> jax.Array:
+    # -inf minus -inf is NaN, forwards and backwards: both sides are replaced before they meet.
+    never = jnp.isneginf(logprobs) & jnp.isneginf(old_logprobs)
+    gap = jnp.where(never, 0, logprobs) - jnp.where(never, 0, old_logprobs)
+    return jnp.exp(jnp.clip(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def _count(mask: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from race_jax.advantages import group_relative, leave_one_out
+from race_jax.advantages import degenerate_groups, group_relative, leave_one_out
 
 
 def reference(rewards, groups, normalize=True, ddof=0):
@@ -117,3 +117,11 @@ def test_errors_name_the_rule():
         group_relative(jnp.zeros(3), ids, num_groups=0)
     with pytest.raises(ValueError, match="ddof is 2"):
         group_relative(jnp.zeros(3), ids, num_groups=1, ddof=2)
+
+
+def test_groups_that_teach_nothing_are_named():
+    rewards = jnp.array([0.1, 0.1, 0.1, 0.0, 1.0, 5.0, 9.0])
+    ids = jnp.array([0, 0, 0, 1, 1, 2, -1])
+    np.testing.assert_array_equal(
+        degenerate_groups(rewards, ids, num_groups=4), [True, False, True, False]
+    )

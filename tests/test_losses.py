@@ -234,3 +234,91 @@ def test_clips_out_of_range_are_refused(clips):
 def test_a_negative_number_of_turns_is_refused():
     with pytest.raises(ValueError, match="num_turns is -1"):
         losses.reasoning_closure(jnp.zeros(1), jnp.zeros(1, bool), num_turns=-1)
+
+
+ROWS = {
+    "losses": jnp.array([[1.0, 0.0] + [0.0] * 8, [0.0] + [0.1] * 9]),
+    "completion_mask": jnp.array([[True] + [False] * 9, [False] + [True] * 9]),
+    "segment_ids": jnp.array([[1] * 2 + [0] * 8, [1] * 10]),
+}
+
+
+@pytest.mark.parametrize(
+    ("reduction", "norm", "want"),
+    [
+        # Sequences of 1 and 9 tokens, with losses 1.0 and 0.1 each.
+        ("token-mean", None, 0.19),
+        ("seq-mean-token-mean", None, 0.55),
+        ("seq-mean-token-sum", None, 0.95),
+        ("seq-mean-token-sum-norm", 10, 0.095),
+    ],
+)
+def test_reductions_by_hand_and_packed(reduction, norm, want):
+    def reduced(rows, **masks):
+        rows = {"keep_mask": rows["completion_mask"], **rows, **masks}
+        return losses.reduce_tokens(**rows, reduction=reduction, norm_length=norm)
+
+    total, weight = reduced(ROWS)
+    np.testing.assert_allclose(total / weight, want, atol=1e-6)
+    # Both in one row, with padding between and behind, and another row of padding.
+    packed = {
+        name: jnp.stack([jnp.pad(x.reshape(-1), (0, 3)), jnp.zeros(23, x.dtype)])
+        for name, x in ROWS.items()
+    }
+    packed["segment_ids"] = packed["segment_ids"].at[0, 10:20].set(2)
+    np.testing.assert_allclose(reduced(packed), (total, weight), atol=1e-6)
+    # Micro-batches add up.
+    parts = [reduced({name: x[n : n + 1] for name, x in ROWS.items()}) for n in (0, 1)]
+    np.testing.assert_allclose(np.sum(parts, axis=0), (total, weight), atol=1e-6)
+    # Masking leaves the weight, and every other token's share, as they are.
+    kept = ROWS["completion_mask"].at[1, 5:].set(False)
+    rest = reduced(ROWS, keep_mask=kept)
+    assert rest[1] == weight
+    lost = {"token-mean": 0.05, "seq-mean-token-mean": 0.5 / 9 / 2}
+    lost |= {"seq-mean-token-sum": 0.25, "seq-mean-token-sum-norm": 0.025}
+    np.testing.assert_allclose((total - rest[0]) / weight, lost[reduction], atol=1e-6)
+
+
+def test_reductions_agree_with_the_paper_loss_and_survive_emptiness():
+    x = batch()
+    masks = {name: x[name] for name in ("completion_mask", "keep_mask")}
+    values = losses.clipped_surrogate(x["logprobs"], x["old_logprobs"], x["advantages"], **CLIP)
+    got = losses.reduce_tokens(
+        values, **masks, segment_ids=jnp.ones((3, 7), jnp.int32), reduction="token-mean"
+    )
+    np.testing.assert_allclose(got, losses.masked_grpo(**x, **CLIP), atol=1e-6)
+    none = jnp.zeros((3, 7), bool)
+    for reduction in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
+
+        def total(values, reduction=reduction):
+            return losses.reduce_tokens(
+                values, none, none, jnp.zeros((3, 7), jnp.int32), reduction=reduction
+            )[0]
+
+        bad = jnp.full((3, 7), jnp.nan)
+        assert total(bad) == 0
+        np.testing.assert_array_equal(jax.grad(total)(bad), 0)
+
+
+def test_unknown_reductions_are_refused():
+    masks = {"completion_mask": ROWS["completion_mask"], "keep_mask": ROWS["completion_mask"]}
+    arrays = {**ROWS, **masks}
+    with pytest.raises(ValueError, match="'mean' is none of token-mean"):
+        losses.reduce_tokens(**arrays, reduction="mean")
+    for keys in (
+        {"reduction": "token-mean", "norm_length": 4},
+        {"reduction": "seq-mean-token-sum-norm"},
+    ):
+        with pytest.raises(ValueError, match="norm_length is"):
+            losses.reduce_tokens(**arrays, **keys)
+
+
+def test_importance_weights_are_cut_and_carry_no_gradient():
+    new = jnp.log(jnp.array([[0.5, 0.5, 0.5, 0.0]]))
+    old = jnp.log(jnp.array([[0.5, 0.1, 1.0, 0.0]]))
+    got = losses.truncated_importance(new, old, limit=2.0)
+    np.testing.assert_allclose(got, [[1, 2, 0.5, 1]], atol=1e-6)  # 0.5 / 0.1 = 5 is cut to 2
+    gradient = jax.grad(lambda x: losses.truncated_importance(x, old, limit=2.0).sum())(new)
+    np.testing.assert_array_equal(gradient, 0)
+    with pytest.raises(ValueError, match="limit is 0"):
+        losses.truncated_importance(new, old, limit=0)
