@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 
-from race_jax.train.hlo import Computation, Instruction, parse, product_flops
+from race_jax.train.hlo import Computation, Instruction, parse, product_flops, splash_flops
 
 _KINDS = (
     "all-gather",
@@ -116,7 +116,7 @@ class _Walk:
             self.costs.flops += times * product_flops(item, computation.instructions)
             self._collective(item, computation, times, fused)
             if item.opcode == "custom-call":
-                self._kernel(item, times)
+                self._kernel(computation, item, times)
             within = fused or item.opcode == "fusion"
             for called in _called(item):
                 self.visit(called, times, {}, fused=within, inner=inner)
@@ -175,7 +175,7 @@ class _Walk:
         traffic.count += times
         traffic.bytes += times * size
 
-    def _kernel(self, item: Instruction, times: int) -> None:
+    def _kernel(self, computation: Computation, item: Instruction, times: int) -> None:
         """A custom call: what it says it costs, or that it says nothing."""
         target = item.attribute(r'custom_call_target="([^"]*)"') or ""
         flops = item.attribute(r'"?cost_estimate"?:\{[^}]*?"flops":"?([\d.e+]+)')
@@ -183,6 +183,11 @@ class _Walk:
             self.costs.flops += times * float(flops)
         elif target == "tpu_custom_call":
             name = re.sub(r"[.\d]+$", "", item.name)
+            shapes = [s for o in item.operands for s in computation.instructions[o].shapes]
+            attention = splash_flops(name, shapes)
+            self.costs.flops += times * attention
+            if attention:
+                return
             self.costs.opaque[name] = self.costs.opaque.get(name, 0) + times
 
     def _stacks(self, computation: Computation) -> set[str]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+_SPLASH = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
+"""Products of each kernel: scores and mix; scores, weights' gradient, values', keys'; and so on."""
+_SPLASH_BLOCK = 512
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
 
 
@@ -62,22 +65,27 @@ class Computation:
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """The computations of a module by name, and the name of the entry."""
+    """The computations of a module by name, and the name of the entry.
+
+    Raises:
+        ValueError: If there is no entry.
+    """
     computations: dict[str, Computation] = {}
-    entry, name, lines = "", "", {}
+    entry, name, lines = "", "", []
     for line in text.splitlines():
-        if name and line.startswith("}"):
-            computations[name] = Computation(name, lines)
+        if name and re.match(r"\}($|, execution_thread)", line):
+            found = filter(None, map(_read_line, lines))
+            computations[name] = Computation(name, {item.name: item for item in found})
             name = ""
-        elif not line.startswith(" ") and line.endswith("{") and "->" in line:
-            found = re.match(r"(ENTRY )?%?([\w.\-]+)", line)
-            assert found
-            name, lines = found[2], {}
-            entry = name if found[1] else entry
-        elif name:
-            instruction = _read_line(line.strip())
-            if instruction:
-                lines[instruction.name] = instruction
+        elif name and line.startswith("  "):
+            lines.append(line.strip())
+        elif name and lines:
+            lines[-1] += line  # kernels write attributes over several lines
+        elif line.endswith("{") and "->" in line:
+            head = re.match(r"(ENTRY )?%?([\w.\-]+)", line)
+            assert head
+            name, lines = head[2], []
+            entry = name if head[1] else entry
     if not entry:
         raise ValueError("the text is no HLO module: it has no ENTRY computation.")
     return computations, entry
@@ -171,3 +179,23 @@ def _pairs(item: Instruction, place: int, left: int, right: int, out: int) -> in
             spots = (o * stride + shift for o in range(out))
             total += sum(s >= 0 and s % holes == 0 and s // holes < left for s in spots)
     return total
+
+
+def splash_flops(name: str, operands: Sequence[Shape]) -> float:
+    """FLOPs of JAX's splash attention on TPUs, which does not state them; 0 for other kernels.
+
+    Args:
+        name: Of the kernel.
+        operands: Of the call. The first of rank 3 or more in a float type are the queries,
+            [..., N, T, H].
+
+    Returns:
+        Of the causal half, in which a block on the diagonal counts whole.
+    """
+    products = [count for part, count in _SPLASH.items() if name.startswith(part)]
+    wide = [s for s in operands if len(s.dims) > 2 and s.dtype in ("bf16", "f32")]
+    if not products or not wide:
+        return 0
+    *lead, length, width = wide[0].dims
+    pairs = length * (length + min(_SPLASH_BLOCK, length)) / 2
+    return 2.0 * products[0] * math.prod(lead) * pairs * width
