@@ -3,6 +3,8 @@
 import dataclasses
 import io
 import json
+import shutil
+import tracemalloc
 from collections import Counter
 
 import jax
@@ -447,3 +449,27 @@ def test_the_real_trajectories(scienceworld_file, qwen_tokenizer, tmp_path):
     assert none.stats["skip_share"] == 1
     assert none.stats["policy_action"] == stats["policy_action"]
     assert none.stats["policy_reasoning"] == none.stats["turns"]  # the newlines after </think>
+
+
+def test_memory_holds_a_trajectory_and_not_the_file(tmp_path):
+    """Counted: what Python and NumPy allocate; mapped pages are the system's."""
+    path = tmp_path / "large.jsonl"
+    message = {"role": "assistant", "content": "go", "reasoning_content": "think" * 1200}
+    with path.open("wb") as file:
+        for n in range(160):
+            messages = [{"role": "user", "content": "look" * 1200}, message]
+            file.write(dumps({"id": f"t{n}", "messages": messages, "success": True}))
+    size = path.stat().st_size
+    assert size > 1.5e6
+    build(tmp_path / "large.jsonl", length=4096, held_out=0.5)  # imports, caches of pieces
+    shutil.rmtree(tmp_path / "cache")
+    tracemalloc.start()
+    try:
+        pipeline = build(path, length=4096)
+        for _ in range(10):
+            next(pipeline)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert pipeline.stats["trajectories"] == 160
+    assert peak < size / 2
