@@ -20,21 +20,22 @@ COLUMNS = (
 """Of the rows that `--row` prints."""
 
 
-def run_plan(config: str, topology: str, row: bool = False) -> int:
+def run_plan(config: str, topology: str, model: str | None = None, row: bool = False) -> int:
     """Compile a run's programs for a TPU slice, and say what they need of each chip.
 
     No TPU is needed, but its compiler is: pip install 'jax[tpu]'. No weights are read or made.
 
     Args:
-        config: YAML file of the run: model, program, sizes, mesh.
+        config: YAML file of the run: model, program, sizes, mesh; or the one of `race-jax sft`.
         topology: Slice, such as v5p:4x4x4; or a family, such as v5p, for its smallest slice that
             fits.
+        model: A config.json in place of the run's model, or the folder that it lies in.
         row: Print one row of a Markdown table per program.
 
     Returns:
         0 if every program fits, otherwise 1.
     """
-    wanted = read_config(config)
+    wanted = read_config(config, model)
     names = slices(topology)
     stay_on_cpu()
     console = Console(highlight=False, soft_wrap=True)
@@ -54,6 +55,7 @@ def run_plan(config: str, topology: str, row: bool = False) -> int:
     if not found:
         raise ValueError(f"--topology {topology}: the mesh fits none of {', '.join(names)}.")
     command = f"race-jax plan --config {config} --topology {topology}"
+    command += f" --model {model}" if model else ""
     for report in found:
         if row:
             print(markdown(report, wanted, command))

@@ -6,12 +6,16 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+import yaml
 
 from race_jax.models import ModelConfig
 from race_jax.sharding import Rules
 from race_jax.train.optimizer import LoraConfig
 from race_jax.train.step import ComputeConfig
+
+Settings = TypeVar("Settings")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,23 +98,57 @@ class PlanConfig:
         return min(-(-most // unit) * unit, self.sequence_length)
 
 
-def read_config(path: str) -> PlanConfig:
-    """Read a run's YAML file.
+def read_config(path: str, model: str | None = None) -> PlanConfig:
+    """Read a YAML file: of a plan, or of a run of `race-jax sft`.
+
+    Args:
+        path: The file.
+        model: A `config.json` in place of the one that the file names.
 
     Raises:
         ValueError: If a key is unknown, or a value breaks its rule.
         OSError: If a file cannot be read.
     """
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} holds no settings; write them as `name: value`.")
+    if "data" in data and "program" not in data:
+        config = _plan_of_sft(path)
+    else:
+        config = _parse(path, PlanConfig)
+    return dataclasses.replace(config, model=model) if model else config
+
+
+def _plan_of_sft(path: str) -> PlanConfig:
+    """What a supervised run computes in a step, were all of its batch policy tokens."""
+    from race_jax.train.sft_setup import SftConfig  # which is built on this module
+
+    run = _parse(path, SftConfig)
+    return PlanConfig(
+        run.model,
+        "sft",
+        run.data.length,
+        run.data.batch_size,
+        head_share=1.0,
+        mesh=run.mesh,
+        compute=run.compute,
+        lora=run.lora,
+    )
+
+
+def _parse(path: str, kind: type[Settings]) -> Settings:
+    """The settings of a file as the command line reads them."""
     from jsonargparse import ArgumentError, ArgumentParser
 
-    Path(path).read_bytes()  # what is wrong with the file itself, in the system's words
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(PlanConfig)
+    parser.add_class_arguments(kind)
     try:
-        found = parser.instantiate_classes(parser.parse_path(path))
+        return kind(**vars(parser.instantiate(parser.parse_path(path))))
     except ArgumentError as error:
         raise ValueError(f"{path}: {error}") from None
-    return PlanConfig(**vars(found))
 
 
 def model_config(model: str | dict[str, Any]) -> ModelConfig:
