@@ -192,8 +192,7 @@ def splash_attention(
 ) -> jax.Array:
     """As `segment_attention`, by JAX's Pallas kernel for TPUs.
 
-    Rows are padded to whole blocks, with tokens of segment 0, and heads to whole vectors, with
-    zeros.
+    Rows are padded to whole blocks with tokens of segment 0.
 
     Args:
         q: [B, T, N, H].
@@ -207,10 +206,10 @@ def splash_attention(
     """
     length, heads, width = q.shape[1:]
     block = min(_BLOCK, -(-length // _LANES) * _LANES)
-    pads = ((0, 0), (0, -length % block), (0, 0), (0, -width % _LANES))
+    pad = (0, -length % block)
     q = (q / math.sqrt(width)).astype(q.dtype)
-    q, k, v = (jnp.pad(x, pads).swapaxes(1, 2) for x in (q, k, v))
-    ids = jnp.pad(segment_ids, pads[:2])
+    q, k, v = (jnp.pad(x, ((0, 0), pad, (0, 0), (0, 0))).swapaxes(1, 2) for x in (q, k, v))
+    ids = jnp.pad(segment_ids, ((0, 0), pad))
     total = ids.shape[1]
     kernel = splash.make_splash_mha(
         splash.MultiHeadMask([splash.CausalMask((total, total))] * heads),
@@ -220,7 +219,7 @@ def splash_attention(
         interpret=interpret,
     )
     out = jax.vmap(kernel)(q, k, v, splash.SegmentIds(ids, ids))
-    return out.swapaxes(1, 2)[:, :length, :, :width].astype(q.dtype)
+    return out.swapaxes(1, 2)[:, :length].astype(q.dtype)
 
 
 def _has_cudnn() -> bool:
