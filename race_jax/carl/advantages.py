@@ -217,36 +217,41 @@ def _edge_advantages(
 
 
 def _climb(parent: jax.Array, rewards: jax.Array, is_leaf: jax.Array, valid: jax.Array) -> _Up:
-    """From the last node to the first: when a node's turn comes, all its children have reported."""
+    """From the last node to the first: when a node's turn comes, all its children have reported.
+
+    The loop carries one array and returns nothing else, so that XLA updates it in place; an output
+    per step would have it copied at every step, which is quadratic in nodes.
+    """
     size = len(parent)
     leaf = valid & is_leaf
     outcome = jnp.where(leaf, rewards, 0).astype(jnp.float32)
+    one = leaf.astype(jnp.float32)
+    # Total of the children's values, children, total of the leaves below, leaves. A leaf begins as
+    # if it were its own only child.
+    sums = jnp.stack([outcome, one, outcome, one], axis=1)
     # What padding and the root report goes to a row that nobody reads.
+    sums = jnp.pad(sums, ((0, 1), (0, 0)))
     to = jnp.where(valid & (parent >= 0), parent, size)
 
-    def report(sums: jax.Array, node: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def report(step: jax.Array, sums: jax.Array) -> jax.Array:
+        node = size - 1 - step
         total, children, leaf_total, leaves = sums[node]
-        value = jnp.where(leaf[node], outcome[node], safe_divide(total, children))
-        leaf_total = jnp.where(leaf[node], outcome[node], leaf_total)
-        leaves = jnp.where(leaf[node], 1, leaves)
-        told = jnp.stack([value, jnp.float32(1), leaf_total, leaves])
-        sums = sums.at[to[node]].add(jnp.where(leaves > 0, told, 0))
-        return sums, jnp.stack([value, safe_divide(leaf_total, leaves), leaves, children])
+        told = jnp.stack([safe_divide(total, children), jnp.float32(1), leaf_total, leaves])
+        return sums.at[to[node]].add(jnp.where(leaves > 0, told, 0))
 
-    sums = jnp.zeros((size + 1, 4), jnp.float32)
-    _, rows = jax.lax.scan(report, sums, jnp.arange(size), reverse=True)
-    return _Up(*jnp.where(valid[:, None], rows, 0).T)
+    sums = jax.lax.fori_loop(0, size, report, sums)
+    total, children, leaf_total, leaves = jnp.where(valid, sums[:size].T, 0)
+    return _Up(safe_divide(total, children), safe_divide(leaf_total, leaves), leaves, children)
 
 
 def _descend(above: jax.Array, advantages: jax.Array, own: jax.Array) -> jax.Array:
     """From the first node to the last: each edge without credit of its own takes the one before."""
 
-    def take(known: jax.Array, node: jax.Array) -> tuple[jax.Array, None]:
+    def take(node: jax.Array, known: jax.Array) -> jax.Array:
         inherited = jnp.where(own[node], advantages[node], known[above[node]])
-        return known.at[node].set(inherited), None
+        return known.at[node].set(inherited)
 
-    known, _ = jax.lax.scan(take, jnp.zeros_like(advantages), jnp.arange(len(advantages)))
-    return known
+    return jax.lax.fori_loop(0, len(advantages), take, jnp.zeros_like(advantages))
 
 
 def _among_siblings(up: _Up, above: jax.Array, forked: jax.Array) -> jax.Array:

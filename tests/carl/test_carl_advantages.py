@@ -1,5 +1,7 @@
 """Credit on rollout trees: by hand, against recursion, and against an exact decision process."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -186,13 +188,32 @@ def test_a_chain_of_depth_200_and_a_star_of_4096():
     assert got.trainable[1:].all()
 
 
-def test_memory_grows_with_the_nodes_and_no_faster():
-    def temporaries(size):
-        shapes = [jax.ShapeDtypeStruct((size,), t) for t in (jnp.int32, jnp.float32, bool, bool)]
-        compiled = jax.jit(edge_advantages).lower(*shapes).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+@pytest.mark.parametrize("credit", list(Credit))
+@pytest.mark.parametrize("batch", [(), (8,)])
+def test_no_step_of_a_loop_touches_more_than_its_node(credit, batch):
+    """In the compiled program no loop copies its array at each step: time is linear in nodes."""
+    size = 4096
+    shapes = [jax.ShapeDtypeStruct((*batch, size), t) for t in (jnp.int32, jnp.float32, bool, bool)]
 
-    assert temporaries(8192) < 2.5 * temporaries(4096)
+    def function(*tree):
+        return edge_advantages(*tree, credit=credit)
+
+    function = jax.vmap(function) if batch else function
+    program = jax.jit(function).lower(*shapes).compile().as_text()
+    blocks = {}  # the program's computations by name; each ends in a brace at a line's start
+    for block in program.split("\n}\n"):
+        name = re.search(r"^(?:ENTRY )?%?([\w.-]+) \(", block, re.MULTILINE)
+        blocks[name[1] if name else ""] = block
+    waiting = re.findall(r"body=%?([\w.-]+)", program)
+    assert waiting
+    reached = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            waiting += re.findall(r"(?:calls|to_apply|body)=%?([\w.-]+)", blocks[name])
+    whole = re.compile(r"\[(\d+,)*(4096|4097)(,\d+)*\]\S* copy\(")
+    assert not [name for name in reached if whole.search(blocks[name])]
 
 
 def process_trees(count, seed):
