@@ -57,7 +57,8 @@ def sft(config: SftConfig, *, console: Console | None = None, until: int | None 
         ) as writer:
             loop = Loop(run, checkpoints, writer, console, config.steps - first)
             rounds = loop.earlier_rounds() or {f"step {first}": loop.evaluate(first, state)}
-            with Meter(console, "training", config.steps - first) as loop.meter:
+            # The first step compiles: it tells nothing about the time that the others take.
+            with Meter(console, "training", config.steps - first - 1) as loop.meter:
                 for step in range(first + 1, config.steps + 1):
                     state, numbers = loop.advance(state)
                     loop.report(step, numbers)
@@ -106,14 +107,17 @@ class Loop:
         """
         config = self.run.config
         self.done += 1
-        if step % config.log_every and step != config.steps:
+        first = self.done == 1
+        if not first and step % config.log_every and step != config.steps:
             return
         loss = float(numbers["loss"])  # waits for the step, so time is taken after it
         now = time.monotonic()
-        rate = self.tokens / (now - self.since) if self.since else None
+        rate = None if first else self.tokens / (now - self.since)
         self.tokens, self.since = 0, now
         assert self.meter is not None
-        left = self.meter.spent * (self.total - self.done) / self.done
+        if first:
+            self.meter.begun = now
+        left = self.meter.spent * (self.total - self.done) / max(self.done - 1, 1)
         skipped, row = int(numbers["skipped"]), int(numbers["skipped_in_a_row"])
         rate_now = float(self.run.schedule(step - 1 - skipped))
         values = {
@@ -123,15 +127,14 @@ class Loop:
             "train/grad_norm": float(numbers["grad_norm"]),
             "train/skipped": skipped,
             "train/epoch": self.run.data.epoch,
-            "speed/seconds_left": left,
             "memory/peak_bytes": peak_memory(),
         }
         if rate is not None:
-            values["speed/tokens_per_second"] = rate
+            values |= {"speed/tokens_per_second": rate, "speed/seconds_left": left}
         self.writer.write(step, values)
         speed = f"{rate:,.0f} tokens/s" if rate is not None else "compiling"
         self.meter.update(
-            self.done,
+            self.done - 1,
             f"step {step}/{config.steps}, loss {loss:.4f}, {speed}, "
             f"{values['memory/peak_bytes'] / 2**30:.1f} GiB",
         )
@@ -157,8 +160,7 @@ class Loop:
         self.writer.write(step, found)
         self.held_out = (step, found["eval/loss"]) if "eval/loss" in found else None
         self.console.print(f"held out after step {step}: {shown(found)}")
-        self.since = 0.0  # the time taken here is no training time
-        self.tokens = 0
+        self.tokens, self.since = 0, time.monotonic()  # the time taken here is no training time
         return found
 
     def save(self, step: int, state: TrainState) -> None:
