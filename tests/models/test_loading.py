@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -111,3 +113,40 @@ def test_written_files_are_read_by_the_library(tmp_path, rng, dtype):
         np.testing.assert_array_equal(read[name], host[name])
     save_file(host, tmp_path / "theirs", metadata={"format": "pt"})
     assert (tmp_path / "own").stat().st_size == (tmp_path / "theirs").stat().st_size
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.weight_scale_inv",
+        "model.layers.0.self_attn.q_proj.qweight",
+        "model.layers.0.mlp.up_proj.qzeros",
+        "model.layers.0.mlp.up_proj.weight_packed",
+    ],
+)
+def test_quantised_tensors_are_named(tiny, tmp_path, name):
+    path = shutil.copytree(tiny.path, tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    save_file({**tensors, name: np.ones((2, 2), np.float32)}, path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"holds {re.escape(name)}, so its weights are quantised"):
+        load_model(path)
+
+
+def test_a_cut_file_is_refused_while_it_is_read(tiny, tmp_path):
+    path = shutil.copytree(tiny.path, tmp_path / "model")
+    whole = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="is not a complete safetensors file"):
+        load_model(path)
+
+
+def test_a_tied_head_is_compared_in_the_dtype_of_the_model(pairs, tmp_path):
+    path = shutil.copytree(pairs("qwen2-tied-yarn").path, tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].copy()
+    save_file({**tensors, "lm_head.weight": head}, path / "model.safetensors")
+    assert "head" not in load_model(path, "bfloat16").params
+    head[-1, -1] += 1
+    save_file({**tensors, "lm_head.weight": head}, path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"stores a lm_head\.weight that differs"):
+        load_model(path)

@@ -242,3 +242,51 @@ def test_a_lost_expert_is_named(moe, tmp_path):
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(ValueError, match=r"lacks model\.layers\.1\.mlp\.experts\.4\.up_proj"):
         load_model(path)
+
+
+HUB = {
+    "model_type": "qwen3_moe",
+    **{"vocab_size": 90, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+
+
+def test_missing_keys_mean_what_they_mean_to_transformers():
+    made = transformers.Qwen3MoeConfig(**{k: v for k, v in HUB.items() if k != "model_type"})
+    config = ModelConfig.from_hf(HUB)
+    assert config.num_experts == made.num_local_experts == 128
+    assert config.num_experts_per_tok == made.num_experts_per_tok
+    assert config.moe_intermediate_size == made.moe_intermediate_size
+    assert config.norm_topk_prob == made.norm_topk_prob
+    assert config.head_dim == 8
+
+
+def test_both_names_of_the_number_of_experts():
+    old, new = ({**HUB, name: 16} for name in ("num_experts", "num_local_experts"))
+    assert ModelConfig.from_hf(old) == ModelConfig.from_hf(new)
+    written = ModelConfig.from_hf(new).to_hf()
+    assert written["num_experts"] == 16 and "num_local_experts" not in written
+    assert transformers.Qwen3MoeConfig(**written).num_local_experts == 16
+    assert ModelConfig.from_hf(json.loads(json.dumps(written))) == ModelConfig.from_hf(new)
+    assert not {"num_experts", "norm_topk_prob"} & DENSE.to_hf().keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"decoder_sparse_step": 2}, r"decoder_sparse_step 2 and mlp_only_layers \[\]"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers \[0\]; supported are 1 and \[\]"),
+        ({"num_experts": 4}, "num_experts_per_tok is 8 and num_experts is 4"),
+        ({"num_experts": 0}, "num_experts is 0; it must be a whole number above 0"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size is None"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob 1; it must be true or false"),
+    ],
+)
+def test_configurations_that_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf({**HUB, **change})
+
+
+def test_experts_on_a_dense_family_are_refused():
+    with pytest.raises(ValueError, match="num_experts is 4, and a qwen3 model has no experts"):
+        dataclasses.replace(DENSE, num_experts=4)
