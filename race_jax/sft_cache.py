@@ -129,7 +129,10 @@ def open_cache(folder: Path) -> Cache:
         ValueError: Its files are not whole.
         OSError: They cannot be read.
     """
-    notes = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
+    files = [folder / "notes.json", *(folder / f"{name}.bin" for name in _ARRAYS)]
+    if not all(file.is_file() for file in files):
+        raise ValueError(f"{folder} is not whole; delete it, and it is made again")
+    notes = json.loads(files[0].read_text(encoding="utf-8"))
     arrays = {}
     for name, (dtype, tail) in _ARRAYS.items():
         path = folder / f"{name}.bin"

@@ -171,7 +171,8 @@ def _tokenised(config: SftDataConfig, renderer: Renderer, report: Callable[[str]
     """The cache of this file under these choices, made if it is not there."""
     path = Path(config.path)
     if not path.is_file():
-        raise ValueError(f"data.path {config.path}: there is no such file")
+        what = "it is not a regular file" if path.exists() else "there is no such file"
+        raise ValueError(f"data.path {config.path}: {what}; name a file of JSON lines")
     choice = Choice(config.reasoning, config.epsilon, config.success)
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -189,7 +190,7 @@ def _tokenised(config: SftDataConfig, renderer: Renderer, report: Callable[[str]
             raise ValueError(_nothing(config, counts))
         return {"key": name, "counts": dict(counts)}
 
-    if not (folder / "notes.json").is_file():
+    if not folder.is_dir():
         make_cache(folder, fill)
     return open_cache(folder)
 

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from race_jax import losses
 from race_jax.chat import renderer_for
 from race_jax.envs.word_tokenizer import word_tokenizer
 from race_jax.packing import (
@@ -42,6 +43,15 @@ def test_two_turns_by_hand():
     np.testing.assert_array_equal(got.kinds, [o, o, o, d, r, r, r, a, a, o, o, d, r, r, a, a, a])
     # The last observation is not needed, so it is not there.
     np.testing.assert_array_equal(got.turns, [[3, 9, 0], [11, 17, 0]])
+
+
+def test_the_loss_of_two_turns_by_hand():
+    example = make_example(TWO_TURNS, 0)
+    row = fill_rows([[{"tokens": example.tokens, "kinds": example.kinds}]], 20)
+    logprobs = -np.arange(1.0, 21.0, dtype=np.float32)[None]
+    # Sampled are ids 3 to 8 and 11 to 16, predicted at places 2 to 7 and 10 to 15:
+    # 3 + ... + 8 + 11 + ... + 16 = 33 + 81.
+    assert losses.sft(logprobs, row["loss_mask"]) == (114, 12)
 
 
 def test_a_removed_turn_trains_on_what_closes_its_block():

@@ -20,6 +20,7 @@ from race_jax.jsonl import dumps
 from race_jax.logic.cover import find_cover
 from race_jax.logic.records import cover_record, digest_of
 from race_jax.logprobs import token_logprobs
+from race_jax.sft_cache import make_cache, open_cache
 from race_jax.sft_data import DECISION, SftDataConfig, build_pipeline
 from race_jax.trajectories import write
 from race_jax.types import Trajectory
@@ -243,6 +244,8 @@ def test_choices_that_do_not_fit_the_file_are_refused(raw, tmp_path):
         build(raw, epsilon=0.001)
     with pytest.raises(ValueError, match="there is no such file"):
         build(tmp_path / "absent.jsonl")
+    with pytest.raises(ValueError, match="not a regular file"):
+        build(tmp_path)
 
 
 def test_success_decides_and_unknown_success_has_a_rule(tmp_path):
@@ -375,6 +378,20 @@ def test_a_cache_that_is_not_whole_is_refused(raw, tmp_path):
     (folder / "tokens.bin").write_bytes(data[:-4])
     with pytest.raises(ValueError, match="not whole; delete it"):
         build(raw)
+
+
+def test_a_cache_that_another_process_made_first_stays(tmp_path):
+    folder = tmp_path / "cache"
+
+    def fill(writer):
+        folder.mkdir()
+        (folder / "notes.json").write_text("{}")
+        return {}
+
+    make_cache(folder, fill)
+    assert [path.name for path in tmp_path.rglob("*")] == ["cache", "notes.json"]
+    with pytest.raises(ValueError, match="not whole; delete it"):
+        open_cache(folder)
 
 
 def test_a_full_disk_leaves_nothing_behind(raw, tmp_path, monkeypatch):
