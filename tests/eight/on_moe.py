@@ -26,7 +26,6 @@ CONFIG = ModelConfig(
 )
 MODEL = init_model(CONFIG, 0)
 MESHES = [
-    ({"fsdp": 8}, "fsdp"),
     ({"fsdp": 2, "tensor": 2, "context": 2}, "fsdp"),
     ({"fsdp": 2, "tensor": 2, "context": 2}, "tensor"),
     ({"data": 4, "fsdp": 1, "tensor": 2}, "tensor"),
@@ -85,12 +84,12 @@ def test_states_statistics_and_gradients_equal_one_device(alone, sizes, experts)
 
 @pytest.mark.parametrize("experts", ["fsdp", "tensor"])
 def test_each_device_stores_its_share_of_the_experts(experts):
-    mesh, rules = make_mesh(fsdp=2, tensor=4), Rules(experts=experts)
+    mesh, rules = make_mesh(fsdp=4, tensor=2), Rules(experts=experts)
     places = shardings_for(param_axes(CONFIG), mesh, MODEL.params, rules)
     gate = place(MODEL.params, places)["layers"]["mlp"]["gate"]
     shares = {shard.data.shape for shard in gate.addressable_shards}
-    # [layers, 8 experts, 32, 12] over fsdp 2 and tensor 4.
-    assert shares == {(2, 4, 32, 3) if experts == "fsdp" else (2, 2, 16, 12)}
+    # [layers, 8 experts, 32, 12] over fsdp 4 and tensor 2.
+    assert shares == {(2, 2, 32, 6) if experts == "fsdp" else (2, 4, 8, 12)}
 
 
 def test_cached_rows_equal_one_device():
