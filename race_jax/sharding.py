@@ -164,8 +164,8 @@ def _wrong_product(sizes: dict[str, int], open_axes: list[str], count: int) -> s
         )
     rests = {name: product // size for name, size in sizes.items()}
     fits = [f"{name} {count // rest}" for name, rest in rests.items() if count % rest == 0]
-    remedy = f"set {' or '.join(fits)}, or one axis to -1" if fits else "set one axis to -1"
-    return f"the mesh is {shown} = {product}, and there are {count} devices; {remedy}."
+    remedy = f"set {' or '.join(fits)}" if fits else f"choose sizes whose product is {count}"
+    return f"the mesh is {shown} = {product}, and the number of devices is {count}; {remedy}."
 
 
 @contextlib.contextmanager

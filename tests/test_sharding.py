@@ -40,9 +40,15 @@ def test_the_examples_hold():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"fsdp": 3}, "data 1 x fsdp 3 x tensor 1 x context 1 = 3, and there are 8 dev.* fsdp 8"),
-        ({"data": 2, "fsdp": 2, "tensor": 3}, "= 12, and there are 8 devices; set tensor 2, or"),
-        ({"data": 3, "fsdp": 3, "tensor": 3}, "= 27, and there are 8 devices; set one axis to -1"),
+        (
+            {"fsdp": 3},
+            "data 1 x fsdp 3 x tensor 1 x context 1 = 3, and the number of devices is 8; set fsdp 8",
+        ),
+        ({"data": 2, "fsdp": 2, "tensor": 3}, "= 12, and the number of devices is 8; set tensor 2"),
+        (
+            {"data": 3, "fsdp": 3, "tensor": 3},
+            "= 27, and the number of devices is 8; choose sizes whose",
+        ),
         ({"data": 3}, "data 3 .* beside fsdp -1, and 3 does not divide the 8 .* product 2 or 4"),
         ({"tensor": 16}, "16 does not divide the 8 devices; make their product 8"),
         ({"data": -1, "tensor": -1}, "data and tensor are -1; only one may be"),
