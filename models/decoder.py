@@ -16,7 +16,7 @@ from race_jax.models.config import ModelConfig
 from race_jax.models.kernels import check_choices, target_backend
 from race_jax.models.layers import rms_norm
 from race_jax.models.moe import RouterStats
-from race_jax.models.network import abstract_network
+from race_jax.models.network import abstract_network, param_axes
 from race_jax.models.rope import rotation_tables
 from race_jax.sharding import constrain
 from race_jax.types import Params
@@ -143,6 +143,7 @@ class Model:
             return constrain(x, _WHOLE), stats
 
         body = jax.checkpoint(step, prevent_cse=False) if remat else step
+        params = parallel.hold(params, param_axes, self.config)
         x = parallel.embed(params["embed"], jnp.where(real, tokens, 0), _WHOLE[:2])
         x, stats = jax.lax.scan(body, x, params["layers"])
         return rms_norm(x, params["norm"], self.config.rms_norm_eps), stats

@@ -21,15 +21,18 @@ from jax.sharding import Sharding
 from safetensors import SafetensorError, safe_open
 
 from race_jax.models.config import ModelConfig
-from race_jax.models.decoder import Model, abstract_params, check_dtype, param_axes
+from race_jax.models.decoder import Model
+from race_jax.models.hybrid import make_model
+from race_jax.models.network import abstract_params, check_dtype, param_axes
 from race_jax.models.shards import Exporter, Leaf, write_safetensors
 from race_jax.models.weights import (
     EMBED,
     HEAD,
-    IGNORED,
+    Joint,
     Slot,
     checkpoint_slots,
     fused_slots,
+    hub_name,
     leaf_at,
 )
 from race_jax.types import Params
@@ -97,7 +100,7 @@ def load_model(
     params = jax.tree.map(lambda leaf: leaf.array(), leaves)
     if config.tie_word_embeddings and HEAD in names.seen:
         _check_tied_head(names.seen[HEAD], params["embed"])
-    return Model(config, params, context_length)
+    return make_model(config, params, context_length)
 
 
 def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
@@ -194,7 +197,7 @@ def save_model(model: Model, path: str | os.PathLike[str], *, shard_bytes: float
 
 
 def _save_as(
-    model: Model, target: Path, exporter: Exporter, plan: dict[str, dict[str, Slot]]
+    model: Model, target: Path, exporter: Exporter, plan: dict[str, dict[str, Slot | Joint]]
 ) -> None:
     """Write into a temporary directory, and rename what is in it."""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -247,13 +250,14 @@ class _Names:
     """The tensors that a configuration calls for, and those found so far."""
 
     config: ModelConfig
-    slots: dict[str, Slot]
+    slots: dict[str, Slot | Joint]
     fused: dict[str, dict[str, Slot]]
     seen: dict[str, Path] = dataclasses.field(default_factory=dict)
 
-    def match(self, name: str, file: Path) -> list[Slot]:
+    def match(self, stored: str, file: Path) -> list[Slot]:
         """Where a tensor found in `file` goes: nowhere, to one place, or to several in parts."""
-        if IGNORED.fullmatch(name):
+        name = hub_name(self.config, stored)
+        if name is None:
             return []
         if name in self.fused:
             parts = self.fused[name]
@@ -263,19 +267,19 @@ class _Names:
             return list(parts.values())
         if name == HEAD and self.config.tie_word_embeddings:
             self._see(name, file)
-            return [self.slots[EMBED]]
+            return list(self.slots[EMBED].parts)
         if name not in self.slots:
             if _QUANTISED.fullmatch(name):
                 raise ValueError(
-                    f"{file} holds {name}, so its weights are quantised; supported are float32, "
+                    f"{file} holds {stored}, so its weights are quantised; supported are float32, "
                     "float16 and bfloat16. Use the checkpoint in bfloat16, or convert it."
                 )
             raise ValueError(
-                f"{file} holds the tensor {name}, which a {self.config.model_type} model of "
+                f"{file} holds the tensor {stored}, which a {self.config.model_type} model of "
                 "this config.json does not have. Use the config.json that belongs to it."
             )
         self._see(name, file)
-        return [self.slots[name]]
+        return list(self.slots[name].parts)
 
     def _see(self, name: str, file: Path) -> None:
         if name in self.seen:
@@ -352,10 +356,10 @@ def _check_tied_head(file: Path, embed: jax.Array) -> None:
 
 
 def _plan_files(
-    slots: dict[str, Slot], item: int, shard_bytes: float
-) -> dict[str, dict[str, Slot]]:
+    slots: dict[str, Slot | Joint], item: int, shard_bytes: float
+) -> dict[str, dict[str, Slot | Joint]]:
     """Which tensors go into which file, with `item` bytes per number."""
-    shards: list[dict[str, Slot]] = [{}]
+    shards: list[dict[str, Slot | Joint]] = [{}]
     room = shard_bytes
     for name, slot in slots.items():
         size = math.prod(slot.shape) * item
@@ -371,7 +375,7 @@ def _plan_files(
 
 
 def _write_files(
-    model: Model, directory: Path, exporter: Exporter, plan: dict[str, dict[str, Slot]]
+    model: Model, directory: Path, exporter: Exporter, plan: dict[str, dict[str, Slot | Joint]]
 ) -> None:
     """Write weights, index and configuration into an empty directory."""
     where, total = {}, 0

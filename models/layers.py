@@ -43,6 +43,12 @@ class Maker:
         """A bias."""
         return self._param(jnp.zeros(self.stack + shape, self.dtype), axes)
 
+    def log_uniform(self, shape: tuple[int, ...], axes: Axes, low: float, high: float) -> nnx.Param:
+        """Logarithms of numbers drawn evenly between `low` and `high`."""
+        shape = self.stack + shape
+        drawn = jax.random.uniform(self.rngs.params(), shape, jnp.float32, low, high)
+        return self._param(jnp.log(drawn).astype(self.dtype), axes)
+
     def _param(self, value: jax.Array, axes: Axes) -> nnx.Param:
         return nnx.Param(value, axes=("layers",) * len(self.stack) + axes)
 

@@ -26,6 +26,8 @@ _KEYS = {
     ),
 }
 """The settings that each kind of rotary embedding reads, beside its name and base."""
+_MULTIMODAL = ("mrope_section", "mrope_interleaved")
+"""Settings that matter for the positions of images alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,7 @@ class RopeConfig:
             frequency (yarn).
         beta_slow: Dimensions that turn less often than this are divided by `factor` (yarn).
         truncate: Whether the bounds of the blend are rounded to whole dimensions (yarn).
+        partial_rotary_factor: Share of each head that is rotated, its first entries.
     """
 
     rope_type: str = "default"
@@ -56,6 +59,7 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    partial_rotary_factor: float = 1.0
 
     def __post_init__(self):
         if self.rope_type not in _KEYS:
@@ -67,6 +71,11 @@ class RopeConfig:
             raise ValueError(f"rope_theta is {self.rope_theta!r}; it must be above 1.")
         if not self.factor >= 1:
             raise ValueError(f"the rotary factor is {self.factor!r}; it must be at least 1.")
+        if not 0 < self.partial_rotary_factor <= 1:
+            raise ValueError(
+                f"partial_rotary_factor is {self.partial_rotary_factor!r}; it must be above 0 and "
+                "at most 1."
+            )
         if self.rope_type == "yarn" and not self.original_max_position_embeddings:
             raise ValueError(
                 "a yarn rotary embedding needs original_max_position_embeddings, the context "
@@ -78,14 +87,22 @@ class RopeConfig:
         """The context length that YaRN reaches, in tokens; 0 for the other kinds."""
         return int(self.factor * (self.original_max_position_embeddings or 0))
 
+    def rotary_width(self, head_dim: int) -> int:
+        """How many entries of a head of that width are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
+
     @classmethod
-    def from_hf(cls, data: Mapping[str, Any], max_positions: int) -> RopeConfig:
+    def from_hf(
+        cls, data: Mapping[str, Any], max_positions: int, partial: float | None = None
+    ) -> RopeConfig:
         """Read either spelling of `config.json`.
 
         Args:
             data: The parsed file: `rope_theta` with `rope_scaling` (transformers 4), or
                 `rope_parameters` (transformers 5). `rope_scaling` wins, as in transformers.
             max_positions: `max_position_embeddings` of the file.
+            partial: The share of a head that is rotated where the file names none; None for a model
+                that rotates whole heads.
 
         Returns:
             The settings, with every default filled in.
@@ -98,15 +115,18 @@ class RopeConfig:
         legacy_type = values.pop("type", "default")
         kind = values.pop("rope_type", legacy_type)
         theta = values.pop("rope_theta", None) or data.get("rope_theta") or 10000.0
-        partial = values.pop("partial_rotary_factor", data.get("partial_rotary_factor", 1.0))
+        share = values.pop("partial_rotary_factor", data.get("partial_rotary_factor"))
         if kind not in _KEYS:
             raise ValueError(
                 f"config.json has rope_type {kind!r}; the supported ones are {', '.join(_KEYS)}. "
                 "Choose a model with one of them."
             )
-        if partial not in (1, None):
+        if partial is not None:
+            for name in _MULTIMODAL:
+                values.pop(name, None)
+        elif share not in (1, None):
             raise ValueError(
-                f"config.json has partial_rotary_factor {partial!r}; the supported value is 1. "
+                f"config.json has partial_rotary_factor {share!r}; the supported value is 1. "
                 "Choose a model that rotates whole heads."
             )
         unread = sorted(set(values) - set(_KEYS[kind]))
@@ -123,7 +143,10 @@ class RopeConfig:
             values.setdefault("factor", max_positions / original)
         elif kind == "linear" and "factor" not in values:
             raise ValueError("config.json has rope_type 'linear' without a factor; add it.")
-        return cls(rope_type=kind, rope_theta=float(theta), **values)
+        share = share or partial or 1.0
+        return cls(
+            rope_type=kind, rope_theta=float(theta), partial_rotary_factor=float(share), **values
+        )
 
     def to_hf(self) -> dict[str, Any]:
         """Both spellings, so that any release of transformers reads the same frequencies."""
@@ -134,6 +157,9 @@ class RopeConfig:
             written["rope_scaling"] = {"rope_type": self.rope_type, **values}
         written["rope_parameters"] = {"rope_type": self.rope_type, **written, **values}
         written["rope_parameters"].pop("rope_scaling", None)
+        if self.partial_rotary_factor != 1:
+            written["partial_rotary_factor"] = self.partial_rotary_factor
+            written["rope_parameters"]["partial_rotary_factor"] = self.partial_rotary_factor
         return written
 
 
@@ -148,8 +174,10 @@ def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
         head_dim: Width H of a head, even.
 
     Returns:
-        float32 [H/2] in radians per position, and the attention factor.
+        float32 [H/2] in radians per position, and the attention factor. Where only part of a head
+        is rotated, H is the width of that part.
     """
+    head_dim = rope.rotary_width(head_dim)
     base = rope.rope_theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.rope_type == "linear":
         base = base / rope.factor
@@ -209,13 +237,16 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Turn entry i and entry i + H/2 of each head by the angle of pair i.
 
     Args:
-        x: [..., heads, H], any float dtype.
+        x: [..., heads, H], any float dtype; entries beyond the H that are rotated stay.
         cos: float32 [..., H/2].
         sin: float32 [..., H/2].
 
     Returns:
-        float32 [..., heads, H].
+        float32, in the shape of `x`.
     """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    half = cos.shape[-1]
+    x = x.astype(jnp.float32)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[..., None, :], sin[..., None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin, rest]
+    return jnp.concatenate(turned if rest.shape[-1] else turned[:2], axis=-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from race_jax.models.weights import Piece, Region, Slot, leaf_at
+from race_jax.models.weights import Joint, Piece, Region, Slot, leaf_at
 from race_jax.types import Params
 
 Read = Callable[[tuple[slice, ...]], np.ndarray]
@@ -32,8 +33,8 @@ class Leaf:
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Sharding | None):
         self.shape, self.dtype, self.sharding = tuple(shape), dtype, sharding
-        self.places: dict[Region, list[jax.Device | None]] = {}
-        self.buffers: dict[jax.Device | None, jax.Array] = {}
+        self.places: dict[Region, list[Any]] = {}  # of devices; None for the default one
+        self.buffers: dict[Any, jax.Array] = {}
         if sharding is None:
             self.places[tuple((0, n) for n in self.shape)] = [None]
             return
@@ -118,8 +119,12 @@ class Exporter:
         leaves = jax.tree.leaves(self.params)
         return any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves)
 
-    def take(self, slot: Slot) -> np.ndarray:
+    def take(self, slot: Slot | Joint) -> np.ndarray:
         """The tensor as a checkpoint stores it. All processes must ask alike if it is spread."""
+        parts = [self._take(part) for part in slot.parts]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _take(self, slot: Slot) -> np.ndarray:
         key = (slot.path, slot.index[:1])
         if key != self.key:
             self.key, self.slab = None, np.empty(0)
@@ -128,7 +133,10 @@ class Exporter:
             cut = _on_devices(leaf) if isinstance(leaf, jax.Array) else _slab
             self.slab = np.asarray(cut(leaf, layer, slot.order, len(slot.index)))
             self.key = key
-        return np.ascontiguousarray(self.slab[slot.index[1:]].reshape(slot.shape))
+        part = self.slab[slot.index[1:]]
+        sizes = iter(part.shape)
+        shape = [math.prod(next(sizes) for _ in dim) for dim in slot.dims]
+        return np.ascontiguousarray(part.reshape(shape))
 
 
 def _on_devices(leaf: jax.Array) -> Callable[..., jax.Array]:
@@ -175,4 +183,4 @@ def write_safetensors(
         out.write(text)
         for tensor, (name, shape) in zip(tensors, shapes.items(), strict=True):
             assert tensor.shape == shape and tensor.dtype == dtype, name
-            out.write(memoryview(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)))
+            out.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)

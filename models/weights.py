@@ -9,13 +9,16 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from race_jax.models.config import ModelConfig
+from race_jax.models.config import LAYER_TYPES, ModelConfig
 from race_jax.types import Params
 
 HEAD = "lm_head.weight"
 EMBED = "model.embed_tokens.weight"
 IGNORED = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
 """Tensors that old checkpoints carry and nothing needs."""
+_LANGUAGE = "model.language_model."
+_ASIDE = re.compile(r"(model\.)?visual\..*|mtp\..*")
+"""Parts of a multimodal checkpoint beside its language model: vision, and multi-token heads."""
 
 Region = tuple[tuple[int, int], ...]
 """A block of an array: where each axis begins and ends."""
@@ -32,11 +35,13 @@ class _Entry:
         inputs: Axes of the parameter, after the indexed ones, that are summed over in its product.
             Checkpoints keep [out, in], parameters [in..., out...]. 0 for arrays that are kept as
             they are.
+        dims: As `Slot.dims`, where `inputs` does not say it.
     """
 
     path: tuple[str, ...]
     name: str
     inputs: int = 0
+    dims: tuple[tuple[int, ...], ...] | None = None
 
 
 _LAYER = "model.layers.{}."
@@ -61,6 +66,24 @@ _DENSE = (
     _Entry(("layers", "mlp", "gate"), _LAYER + "mlp.gate_proj.weight", 1),
     _Entry(("layers", "mlp", "up"), _LAYER + "mlp.up_proj.weight", 1),
     _Entry(("layers", "mlp", "down"), _LAYER + "mlp.down_proj.weight", 1),
+)
+_LINEAR = _LAYER + "linear_attn."
+_CONV = ((0, 1), (), (2,))
+# Entries with one name are parts of one tensor, one after the other in its first dimension.
+_DELTANET = (
+    _Entry(("layers", "deltanet", "query"), _LINEAR + "in_proj_qkv.weight", 1),
+    _Entry(("layers", "deltanet", "key"), _LINEAR + "in_proj_qkv.weight", 1),
+    _Entry(("layers", "deltanet", "value"), _LINEAR + "in_proj_qkv.weight", 1),
+    _Entry(("layers", "deltanet", "query_conv"), _LINEAR + "conv1d.weight", dims=_CONV),
+    _Entry(("layers", "deltanet", "key_conv"), _LINEAR + "conv1d.weight", dims=_CONV),
+    _Entry(("layers", "deltanet", "value_conv"), _LINEAR + "conv1d.weight", dims=_CONV),
+    _Entry(("layers", "deltanet", "gate"), _LINEAR + "in_proj_z.weight", 1),
+    _Entry(("layers", "deltanet", "rate"), _LINEAR + "in_proj_b.weight", 1),
+    _Entry(("layers", "deltanet", "decay"), _LINEAR + "in_proj_a.weight", 1),
+    _Entry(("layers", "deltanet", "decay_bias"), _LINEAR + "dt_bias"),
+    _Entry(("layers", "deltanet", "decay_log"), _LINEAR + "A_log"),
+    _Entry(("layers", "deltanet", "norm"), _LINEAR + "norm.weight"),
+    _Entry(("layers", "deltanet", "out"), _LINEAR + "out_proj.weight", 2),
 )
 _EXPERT = _LAYER + "mlp.experts.{}."
 _EXPERTS = (
@@ -96,6 +119,11 @@ class Slot:
     shape: tuple[int, ...]
 
     @property
+    def parts(self) -> tuple[Slot, ...]:
+        """Itself: the tensor lies in one place."""
+        return (self,)
+
+    @property
     def order(self) -> tuple[int, ...]:
         """The parameter's axes after the indexed ones, in the order in which they are stored."""
         return tuple(axis for dim in self.dims for axis in dim)
@@ -118,6 +146,18 @@ class Slot:
                 within.append(slice(None) if cut else slice(*inner[axis]))
         start = tuple(i - a for i, (a, _) in zip(self.index, region, strict=False))
         return Piece(tuple(cuts), tuple(stored), tuple(within), start + (0,) * len(core))
+
+
+@dataclasses.dataclass(frozen=True)
+class Joint:
+    """One tensor whose parts, in order of its first dimension, lie in several parameters."""
+
+    parts: tuple[Slot, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape."""
+        return self.parts[0].shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +184,18 @@ def leaf_at(params: Params, path: Sequence[str]) -> Any:
     return params
 
 
-def checkpoint_slots(config: ModelConfig, abstract: Params) -> dict[str, Slot]:
+def hub_name(config: ModelConfig, name: str) -> str | None:
+    """The name that `checkpoint_slots` gives to a tensor of a file; None if nothing needs it."""
+    if IGNORED.fullmatch(name):
+        return None
+    if not config.family.hybrid:
+        return name
+    if name.startswith(_LANGUAGE):
+        return "model." + name.removeprefix(_LANGUAGE)
+    return None if _ASIDE.fullmatch(name) else name
+
+
+def checkpoint_slots(config: ModelConfig, abstract: Params) -> dict[str, Slot | Joint]:
     """Every tensor that a checkpoint of this configuration holds, in the form of the hub.
 
     Args:
@@ -154,26 +205,47 @@ def checkpoint_slots(config: ModelConfig, abstract: Params) -> dict[str, Slot]:
     Returns:
         Name -> place, in the order in which tensors are saved.
     """
-    slots = {}
-    for entry in (*_COMMON, *(_EXPERTS if config.num_experts else _DENSE)):
+    found: dict[str, list[Slot]] = {}
+    mlp = _EXPERTS if config.num_experts else _DENSE
+    linear, full = (config.layers_of(kind) for kind in LAYER_TYPES)
+    layers = {"deltanet": linear, "attention": full} if config.family.hybrid else {}
+    for entry in (*_COMMON, *mlp, *_DELTANET):
         leaf = leaf_at(abstract, entry.path)
         if leaf is None:
             continue
         lead = entry.name.count("{}")
+        dims = _dims(entry, len(leaf.shape) - lead)
         core = tuple(leaf.shape[lead:])
-        if entry.inputs:
-            axes = tuple(range(len(core)))
-            dims = (axes[entry.inputs :], axes[: entry.inputs])
-        elif entry.name.endswith(".bias"):
-            dims = (tuple(range(len(core))),)
-        else:
-            dims = tuple((axis,) for axis in range(len(core)))
         shape = tuple(math.prod(core[axis] for axis in dim) for dim in dims)
+        numbers = layers.get(entry.path[-2]) if lead else None
         for index in itertools.product(*map(range, leaf.shape[:lead])):
-            slots[entry.name.format(*index)] = Slot(
-                entry.path, index, dims, (0,) * len(dims), shape
-            )
-    return slots
+            named = index if numbers is None else (numbers[index[0]], *index[1:])
+            slot = Slot(entry.path, index, dims, (0,) * len(dims), shape)
+            found.setdefault(entry.name.format(*named), []).append(slot)
+    return {name: slots[0] if len(slots) == 1 else _join(slots) for name, slots in found.items()}
+
+
+def _dims(entry: _Entry, count: int) -> tuple[tuple[int, ...], ...]:
+    """`Slot.dims` of a parameter with `count` axes after the indexed ones."""
+    if entry.dims is not None:
+        return entry.dims
+    axes = tuple(range(count))
+    if entry.inputs:
+        return axes[entry.inputs :], axes[: entry.inputs]
+    if entry.name.endswith(".bias"):
+        return (axes,)
+    return tuple((axis,) for axis in axes)
+
+
+def _join(slots: Sequence[Slot]) -> Joint:
+    """Places of whole tensors as places of the parts of one."""
+    ends = list(itertools.accumulate(slot.shape[0] for slot in slots))
+    parts = []
+    for slot, end in zip(slots, ends, strict=True):
+        offsets = (end - slot.shape[0], *slot.offsets[1:])
+        shape = (ends[-1], *slot.shape[1:])
+        parts.append(dataclasses.replace(slot, offsets=offsets, shape=shape))
+    return Joint(tuple(parts))
 
 
 def fused_slots(config: ModelConfig, abstract: Params) -> dict[str, dict[str, Slot]]:

@@ -30,6 +30,15 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
+HYBRID = {
+    "num_hidden_layers": 4,
+    "head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "rope_parameters": {"rope_theta": 1e5, "partial_rotary_factor": 0.5, "rope_type": "default"},
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": False}),
     "qwen2-tied-yarn": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
@@ -62,6 +71,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "qwen3_5": ("qwen3_5", HYBRID),
+    "qwen3_5-tied-bias-odd": (
+        "qwen3_5",
+        HYBRID
+        | {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "linear_num_value_heads": 2,
+            "linear_value_head_dim": 10,
+            "linear_conv_kernel_dim": 3,
+        },
+    ),
 }
 # Sizes that 8 devices divide, for tests of sharded arrays.
 EVEN = {"vocab_size": 96, "head_dim": 8, "attention_bias": True}
@@ -81,6 +104,7 @@ SHARDED: dict[str, tuple[str, dict[str, Any]]] = {
 CLASSES = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3_5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
 }
 
@@ -107,7 +131,10 @@ def build(name: str) -> Any:
     with torch.no_grad():
         for key, value in module.named_parameters():
             noise = torch.randn(value.shape, generator=generator)
-            value.copy_(1.0 + 0.3 * noise if "norm" in key else 0.2 * noise)
+            if "conv1d" in key:
+                noise *= 4.0  # large enough that the norm that follows does not amplify rounding
+            centre = 0.0 if family == "qwen3_5" and "linear_attn" not in key else 1.0
+            value.copy_(centre + 0.3 * noise if "norm" in key else 0.2 * noise)
     return module
 
 

@@ -61,7 +61,7 @@ def test_loss_gradients_equal_transformers(pair, rng, tmp_path):
     reference.backward()
     np.testing.assert_allclose(value, reference.item(), atol=1e-5)
     # Written as a checkpoint, gradients carry the names that transformers gives them.
-    save_model(Model(model.config, grads), tmp_path / "grads")
+    save_model(dataclasses.replace(model, params=grads), tmp_path / "grads")
     got = load_file(tmp_path / "grads" / "model.safetensors")
     want = pair.gradients()
     assert set(got) == set(want)
@@ -248,6 +248,7 @@ def test_axes_and_abstract_shapes_run_parallel_to_the_parameters(pair):
     assert all(ndim == len(names) for ndim, names in leaves)
     known = {"layers", "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp"}
     known |= {"experts"} if model.config.num_experts else set()
+    known |= {"linear_heads", "conv"} if model.config.layer_types else set()
     assert {name for _, names in leaves for name in names} == known
     assert axes["layers"]["attention"]["out"] == ("layers", "heads", "head_dim", "embed")
 

@@ -57,7 +57,10 @@ def test_saved_models_are_equal_in_transformers(pair, tmp_path, shard_bytes):
         assert torch.equal(again.state_dict()[name], value), name
     tokens = torch.arange(30)[None]
     with torch.no_grad():
-        assert torch.equal(again(tokens).logits, pair.module(tokens).logits)
+        # Equal weights; experts may be multiplied in another order.
+        torch.testing.assert_close(
+            again(tokens).logits, pair.module(tokens).logits, atol=1e-5, rtol=0
+        )
     shards = list((tmp_path / "out").glob("*.safetensors"))
     assert len(shards) > 3 if shard_bytes == 20_000 else len(shards) == 1
     assert same(load_model(tmp_path / "out"), load_model(pair.path))
@@ -196,8 +199,8 @@ def test_damaged_config(copy, text):
 
 
 def test_unsupported_architecture_names_the_file(copy):
-    edit_config(copy, model_type="qwen3_5")
-    refuse(copy, ValueError, str(copy / "config.json"), "qwen3_5", "qwen2, qwen3")
+    edit_config(copy, model_type="llama")
+    refuse(copy, ValueError, str(copy / "config.json"), "llama", "qwen2, qwen3")
 
 
 def test_missing_shards(tiny, tmp_path):

@@ -102,7 +102,7 @@ def test_inactive_sliding_windows_are_read():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "qwen3_5"}, "model_type 'qwen3_5'; the supported ones are qwen2, qwen3"),
+        ({"model_type": "llama"}, "model_type 'llama'; the supported ones are qwen2, qwen3"),
         ({"model_type": "llama"}, "model_type 'llama'"),
         ({"model_type": None}, "model_type None"),
         ({"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}; supported: none"),
