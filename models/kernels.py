@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -140,7 +141,7 @@ def cudnn_attention(
     v: jax.Array,
     segment_ids: jax.Array,
     *,
-    implementation: str = "cudnn",
+    implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
     """As `segment_attention`, by cuDNN's flash attention.
 
@@ -211,14 +212,22 @@ def splash_attention(
     q, k, v = (jnp.pad(x, ((0, 0), pad, (0, 0), (0, 0))).swapaxes(1, 2) for x in (q, k, v))
     ids = jnp.pad(segment_ids, ((0, 0), pad))
     total = ids.shape[1]
+    sizes = splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
     kernel = splash.make_splash_mha(
         splash.MultiHeadMask([splash.CausalMask((total, total))] * heads),
-        block_sizes=splash.BlockSizes(*(block,) * 8),
+        block_sizes=sizes,
         head_shards=1,
         q_seq_shards=1,
         interpret=interpret,
     )
-    out = jax.vmap(kernel)(q, k, v, splash.SegmentIds(ids, ids))
+    out = cast(jax.Array, jax.vmap(kernel)(q, k, v, splash.SegmentIds(ids, ids)))
     return out.swapaxes(1, 2)[:, :length].astype(q.dtype)
 
 
