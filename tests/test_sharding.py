@@ -42,7 +42,7 @@ def test_the_examples_hold():
     [
         (
             {"fsdp": 3},
-            "data 1 x fsdp 3 x tensor 1 x context 1 = 3, and the number of devices is 8; set fsdp 8",
+            "data 1 x fsdp 3 x tensor 1 x context 1 = 3, and the number of devices is 8; set fs",
         ),
         ({"data": 2, "fsdp": 2, "tensor": 3}, "= 12, and the number of devices is 8; set tensor 2"),
         (

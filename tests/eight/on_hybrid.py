@@ -135,6 +135,43 @@ def test_states_really_cross_devices():
     assert np.abs(np.asarray(a - b))[0, -1].max() > 1e-4
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def extended(model, params, cache, tokens, slots, starts):
+    return model.extend(params, cache, tokens, slots, starts)
+
+
+def decoded(model, params):
+    """Prefill three slots in two calls, decode, and go on from states copied to another slot."""
+    rng = np.random.default_rng(3)
+    cache = model.init_cache(params, 5, 24)
+    hidden = []
+
+    def add(cache, slots, starts, size):
+        tokens = rng.integers(0, 96, (len(slots), size)).astype(np.int32)
+        places = (np.asarray(x, np.int32) for x in (slots, starts))
+        states, cache = extended(model, params, cache, tokens, *places)
+        hidden.append(np.asarray(states)[np.asarray(slots) < 5])
+        return cache
+
+    cache = add(cache, [4, 0, 0, 2], [0, 0, 6, 0], 6)
+    cache = add(cache, [4, 5, 0, 2], [6, 0, 12, 6], 6)
+    four, one, zero = (jnp.asarray([i], jnp.int32) for i in (4, 1, 0))
+    entries, states = model.read_rows(cache, four, zero, 12), model.read_states(cache, four)
+    cache = model.write_states(model.write_rows(cache, entries, one, zero), states, one)
+    add(cache, [1, 4, 0], [12, 12, 18], 1)
+    return hidden
+
+
+def test_caches_equal_those_of_one_device():
+    model, params = noisy(HYBRID)
+    want = decoded(model, params)
+    mesh = make_mesh(fsdp=2, tensor=2, context=2)
+    with use_mesh(mesh):
+        got = decoded(model, place(params, shardings_for(param_axes(HYBRID), mesh, params)))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 def test_a_row_too_short_for_the_convolution():
     model, params = noisy(dataclasses.replace(HYBRID, linear_conv_kernel_dim=6))
     rows = [x[:, :16] for x in packed()]
