@@ -3,6 +3,7 @@
 import pytest
 from report_samples import make_record, write_lines
 
+from race_jax.metrics import MetricWriter
 from race_jax.train.cli import main
 from race_jax.train.report_cli import report
 
@@ -67,3 +68,16 @@ def test_folder_that_is_not_there(tmp_path, capsys):
     path = write_lines(tmp_path / "covers.jsonl", [make_record()])
     assert main(["report", str(path), "--out", str(tmp_path / "none" / "page.html")]) == 2
     assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_the_curves_of_a_run(tmp_path, capsys):
+    with MetricWriter(tmp_path) as writer:
+        for step in (1, 2, 3):
+            writer.write(step, {"train/loss": 4.0 / step})
+    path = str(tmp_path / "metrics.jsonl")
+    assert main(["report", path]) == 0
+    assert (tmp_path / "metrics.png").read_bytes().startswith(b"\x89PNG")
+    line = next(x for x in capsys.readouterr().out.splitlines() if "train/loss" in x)
+    assert line.replace("│", " ").split() == ["train/loss", "3", "4", "1.33333"]
+    assert main(["report", path, "--plot", path]) == 2
+    assert "would replace the input" in capsys.readouterr().err

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -237,3 +238,38 @@ class TestCommandLine:
         assert main(["sft", "--config", path, *arguments]) == 2
         assert message in capsys.readouterr().err
         assert not (tmp_path / "run").exists()
+
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+def parsed(path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("race_jax.train.sft.sft", lambda config: seen.append(config) or 0)
+    assert main(["sft", "--config", str(path)]) == 0
+    return seen[0]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("sft_*.yaml")), ids=lambda path: path.stem)
+def test_every_file_of_settings_is_whole(path, monkeypatch):
+    config = parsed(path, monkeypatch)
+    assert config.out == f"runs/{path.stem}"
+    assert f"configs/{path.name}" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("env", "rate", "batch"),
+    [
+        ("scienceworld", 1e-5, 32),
+        ("webshop", 1e-5, 32),
+        ("appworld", 5e-6, 8),
+        ("deepsearch", 1e-5, 32),
+    ],
+)
+@pytest.mark.parametrize("size", ["2b", "4b", "9b"])
+def test_the_papers_settings(env, rate, batch, size, monkeypatch):
+    config = parsed(CONFIGS / f"sft_{env}_{size}.yaml", monkeypatch)
+    assert (config.optimizer.lr, config.data.batch_size) == (rate, batch)
+    assert (config.data.length, config.data.epsilon) == (65536, 0.001)
+    assert (config.data.reasoning, config.data.success) == ("cover", "required")
+    assert config.model == f"Qwen3.5-{size.upper()}"
