@@ -100,6 +100,7 @@ SHARDED: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "loads-hybrid": ("qwen3_5", {**HYBRID, **EVEN, "linear_value_head_dim": 8}),
 }
 CLASSES = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),

@@ -45,10 +45,10 @@ def test_pieces_of_a_worked_tensor():
 
 
 def test_sharded_reading_and_writing_on_eight_devices(pairs):
-    paths = [pairs(name).path for name in ("loads", "loads-moe")]
+    paths = [pairs(name).path for name in ("loads", "loads-moe", "loads-hybrid")]
     script = Path(__file__).with_name("loading_on_eight.py")
     flags = "--xla_force_host_platform_device_count=8"
-    assert run(script, *paths, flags=flags) == {"checked": 2}
+    assert run(script, *paths, flags=flags) == {"checked": 3}
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
