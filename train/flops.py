@@ -47,13 +47,23 @@ class ModelFlops:
         """Of one token in all blocks, without what it sees of other tokens."""
         shapes, axes = abstract_params(self.config), param_axes(self.config)
         sizes = jax.tree.map(self._entries, shapes, axes)
-        return 2.0 * sum(jax.tree.leaves(sizes))
+        config = self.config
+        # Step by step, gated DeltaNet reads its state twice and writes it once.
+        state = config.linear_key_head_dim * config.linear_value_head_dim
+        states = self._linear_layers * config.linear_num_value_heads * state
+        return 2.0 * sum(jax.tree.leaves(sizes)) + 6.0 * states
+
+    @property
+    def _linear_layers(self) -> int:
+        """Blocks with gated DeltaNet in place of attention."""
+        return self.config.layer_types.count("linear_attention")
 
     @property
     def pair(self) -> float:
         """Of one token that sees one other, in all layers: a score and a weighted value."""
         config = self.config
-        return 4.0 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+        layers = config.num_hidden_layers - self._linear_layers
+        return 4.0 * layers * config.num_attention_heads * config.head_dim
 
     @property
     def place(self) -> float:
@@ -62,11 +72,11 @@ class ModelFlops:
 
     def _entries(self, leaf: Any, axes: tuple[str, ...]) -> float:
         """Entries of a parameter that one token meets in a product."""
-        if "vocab" in axes or len([axis for axis in axes if axis != "layers"]) < 2:
+        core = [axis for axis in axes if axis != "layers"]
+        matrix = "embed" in core and len(core) > 1 and "vocab" not in core
+        if not matrix and "conv" not in core:
             return 0
         size = math.prod(leaf.shape)
-        if len([axis for axis in axes if axis not in ("layers", "experts")]) < 2:
-            return size  # a router, or a matrix without experts
-        if "experts" not in axes:
+        if "experts" not in core or len(core) == 2:  # what has experts and no more is the router
             return size
         return size * self.config.num_experts_per_tok / self.config.num_experts

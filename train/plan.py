@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from race_jax.models.kernels import compile_for
 from race_jax.sharding import make_mesh, use_mesh
 from race_jax.train.costs import Costs, read_costs
 from race_jax.train.plan_config import PlanConfig
@@ -60,6 +61,7 @@ class Report:
 
     Attributes:
         program: Its name.
+        shape: What it takes at once, in words.
         topology: Its name.
         chips: How many.
         mesh: Sizes of the mesh's axes.
@@ -71,6 +73,7 @@ class Report:
     """
 
     program: str
+    shape: str
     topology: str
     chips: int
     mesh: dict[str, int]
@@ -104,8 +107,8 @@ def plan(config: PlanConfig, topology: Topology) -> list[Report]:
     sizes = config.mesh.sizes()
     mesh = make_mesh(**sizes, devices=topology.devices)
     reports = []
-    with use_mesh(mesh, config.mesh.rules()):
-        for program in make_programs(config, mesh, topology.tpu):
+    with use_mesh(mesh, config.mesh.rules()), compile_for(topology.platform):
+        for program in make_programs(config, mesh):
             report = compile_program(program, topology, dict(mesh.shape))
             reports.append(dataclasses.replace(report, advice=advise(report, config)))
     return reports
@@ -127,6 +130,7 @@ def compile_program(program: Program, topology: Topology, mesh: dict[str, int]) 
     memory = split_memory(known, stats, costs, needed, topology.memory)
     return Report(
         program.name,
+        program.shape,
         topology.name,
         len(topology.devices),
         mesh,
@@ -211,13 +215,11 @@ def advise(report: Report, config: PlanConfig) -> str:
         )
         return remedy + (", or train adapters (lora.rank: 16)" if config.trains else "")
     if memory.cache > 0.4 * memory.limit:
-        return f"fewer sequences at a time: rows below {config.rows}"
+        return f"fewer sequences at a time: rows {max(config.rows // 2, 1)}"
     spread = mesh["data"] * mesh["fsdp"]
-    part = config.rows // (config.compute.micro_batches if config.trains else 1)
-    if part > spread and config.trains:
-        return f"smaller parts of a batch: compute.micro_batches {config.rows // spread}"
-    if part > spread:
-        return f"fewer rows at a time: rows {spread}"
+    if config.trains and config.rows // config.compute.micro_batches > spread:
+        more = config.rows // config.compute.micro_batches // spread * config.compute.micro_batches
+        return f"smaller parts of a batch: compute.micro_batches {more}"
     return (
         f"fewer tokens of a row on each chip: mesh.context {2 * mesh['context']}, or "
         f"sequence_length {config.sequence_length // 2}"

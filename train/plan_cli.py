@@ -89,16 +89,7 @@ def verdict(report: Report) -> str:
 def described(report: Report, config: PlanConfig) -> str:
     """What was compiled, in words."""
     model = config.model if isinstance(config.model, str) else config.model.get("model_type")
-    compute = config.compute
-    parts = [f"{model}, {config.rows} x {config.sequence_length:,} tokens, {compute.dtype}"]
-    if config.trains:
-        parts.append(f"{compute.micro_batches} micro-batches, remat {compute.remat}")
-        parts.append(f"LoRA rank {config.lora.rank}" if config.lora.rank else "all trained")
-    if report.program == "LoGiC engine step":
-        parts.append(f"{config.row_tokens} tokens appended to each row")
-    if config.program != "decode":
-        parts.append(f"head on {config.head_share:.0%} of places")
-    return "; ".join(parts)
+    return f"{model} in {config.compute.dtype}: {report.shape}"
 
 
 def mesh_words(report: Report) -> str:

@@ -39,7 +39,7 @@ class MeshConfig:
     experts: Literal["fsdp", "tensor"] = "fsdp"
     replicate: tuple[str, ...] = ()
 
-    def sizes(self) -> dict[str, int | None]:
+    def sizes(self) -> dict[str, Any]:
         """Arguments of `make_mesh`."""
         names = ("data", "fsdp", "tensor", "context")
         return {name: getattr(self, name) for name in names}

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, Sharding
 from race_jax import losses
 from race_jax.logic.engine import Engine
 from race_jax.logprobs import token_logprobs
-from race_jax.models import Model, abstract_params, param_axes
+from race_jax.models import Model, abstract_params, make_model, param_axes
 from race_jax.sharding import sharding_for, shardings_for
 from race_jax.train.flops import ModelFlops
 from race_jax.train.optimizer import OptimizerConfig, make_optimizer, matrices
@@ -30,6 +30,7 @@ class Program:
 
     Attributes:
         name: What it does, in a few words.
+        shape: What it takes at once, in words.
         lower: Traces it, within `use_mesh`.
         resident: What lies on the chips while it runs, by kind: `parameters`, `optimizer`, `cache`
             and `inputs`, each a pytree of shapes with shardings.
@@ -37,6 +38,7 @@ class Program:
     """
 
     name: str
+    shape: str
     lower: Callable[[], Any]
     resident: dict[str, Any]
     model_flops: float
@@ -49,6 +51,11 @@ class _Setting:
     config: PlanConfig
     mesh: Mesh
     model: Model
+
+    @property
+    def length(self) -> str:
+        """Tokens of a row, in words."""
+        return f"{self.config.sequence_length:,} tokens"
 
     def params(self) -> Params:
         """The parameters in the dtype of the arithmetic."""
@@ -67,19 +74,18 @@ class _Setting:
         return self.array(("batch", "time"), shape, dtype)
 
 
-def make_programs(config: PlanConfig, mesh: Mesh, tpu: bool) -> list[Program]:
+def make_programs(config: PlanConfig, mesh: Mesh) -> list[Program]:
     """The programs of a run; call it within `use_mesh`.
 
     Args:
         config: The run.
         mesh: The mesh in use.
-        tpu: Whether they will be compiled for TPUs, on a host that has none.
 
     Raises:
         ValueError: If a dimension does not divide its mesh axes.
     """
     shape = model_config(config.model)
-    model = Model(shape, {}, config.sequence_length, "gathered" if tpu else "auto")
+    model = make_model(shape, {}, config.sequence_length)
     setting = _Setting(config, mesh, model)
     if config.trains:
         return [_training(setting)]
@@ -104,6 +110,7 @@ def _scoring(setting: _Setting) -> Program:
     batch = ((row, row, row), spots, spots)
     return Program(
         "scoring pass",
+        f"{rows} x {setting.length}, {config.places:,} scored of each row",
         lambda: score.lower(params, *batch),
         {"parameters": params, "inputs": batch},
         ModelFlops(model.config).forward(rows, config.sequence_length, config.places),
@@ -122,7 +129,8 @@ def _engine(setting: _Setting) -> Program:
     def step(params: Params, head: Any, cache: Any, *rest: Any) -> Any:
         # The engine's own function, which reads nothing of the engine but the model.
         engine = Engine(model, params, length=config.sequence_length, slots=rows, rows=rows)
-        return engine._forward(params, head, cache, *rest, places)
+        forward: Callable[..., Any] = engine._forward
+        return forward(params, head, cache, *rest, places)
 
     flat = setting.array((None,), (rows,))
     picks = setting.array((None,), (rows * tokens,))
@@ -130,6 +138,7 @@ def _engine(setting: _Setting) -> Program:
     jitted = jax.jit(step, donate_argnums=2)
     return Program(
         "LoGiC engine step",
+        f"{rows} sequences of {setting.length}, {tokens} more of each, {places} scored",
         lambda: jitted.lower(params, head, cache, *rest),
         {"parameters": (params, head), "cache": cache, "inputs": rest},
         ModelFlops(model.config).extend(rows, tokens, config.sequence_length, places),
@@ -155,6 +164,7 @@ def _decoding(setting: _Setting) -> Program:
     jitted = jax.jit(step, donate_argnums=1)
     return Program(
         "decode step",
+        f"{rows} sequences of {setting.length}, one more of each",
         lambda: jitted.lower(params, cache, *rest),
         {"parameters": params, "cache": cache, "inputs": rest},
         ModelFlops(model.config).extend(rows, 1, config.sequence_length - 1, rows),
@@ -184,10 +194,13 @@ def _training(setting: _Setting) -> Program:
         batch["keep_mask"] = setting.row(jnp.bool_)
         batch |= {name: setting.row(jnp.float32) for name in ("advantages", "old_logprobs")}
     loss = {"sft": sft_loss, "rl": rl_loss}[config.program]
-    step = make_step(trainee, rule, loss, config.compute)
+    step: Any = make_step(trainee, rule, loss, config.compute)
     flops = ModelFlops(model.config).forward(config.rows, config.sequence_length, config.places)
     return Program(
         {"sft": "SFT step", "rl": "RL step"}[config.program],
+        f"{config.rows} x {setting.length} in {config.compute.micro_batches} parts, "
+        f"the head on {config.places:,} of each row, remat {config.compute.remat}, "
+        + (f"LoRA of rank {config.lora.rank}" if config.lora.rank else "AdamW on all parameters"),
         lambda: step.lower(state, frozen, batch, places=config.places),
         {
             "parameters": (state.trained, frozen),

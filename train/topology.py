@@ -8,6 +8,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -49,18 +50,18 @@ class Topology:
 
     Attributes:
         name: As given, such as `v5p:4x4x4`.
-        devices: One per chip.
+        devices: JAX devices, one per chip.
         memory: Bytes of a chip that a program may use; None where nobody says.
     """
 
     name: str
-    devices: Sequence[jax.Device]
+    devices: Sequence[Any]
     memory: int | None
 
     @property
-    def tpu(self) -> bool:
-        """Whether programs are compiled for TPUs."""
-        return self.devices[0].platform == "tpu"
+    def platform(self) -> str:
+        """What its devices are: `tpu` or `cpu`."""
+        return self.devices[0].platform
 
 
 def slices(name: str) -> list[str]:
@@ -121,9 +122,11 @@ def describe(name: str) -> Topology:
     return Topology(name, _tpu_devices(name), FAMILIES[family].memory)
 
 
-def _tpu_devices(name: str) -> Sequence[jax.Device]:
-    # Otherwise libtpu asks the network what machine this is, and waits long for an answer.
+def _tpu_devices(name: str) -> Sequence[Any]:
+    # Otherwise libtpu asks the network what machine this is, waits long for an answer, and loads
+    # in one process of a machine alone.
     for key, value in (
+        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
         ("TPU_SKIP_MDS_QUERY", "1"),
         ("TPU_ACCELERATOR_TYPE", "v5litepod-16"),
         ("TPU_WORKER_HOSTNAMES", "localhost"),
