@@ -67,17 +67,19 @@ class MetricWriter:
         self,
         folder: str | os.PathLike[str],
         *,
-        step: int = 0,
+        step: int | None = None,
         trackers: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
+        active: bool = True,
     ):
         """Open the files.
 
         Args:
             folder: The run's folder.
-            step: The step that the run goes on from.
+            step: The step that the run goes on from; None if it begins.
             trackers: From `TRACKERS`.
             settings: What trackers show as the run's configuration.
+            active: Whether to write at all: of several processes, one does.
 
         Raises:
             ValueError: A tracker is unknown or not installed.
@@ -86,20 +88,25 @@ class MetricWriter:
         from tensorboardX import SummaryWriter
 
         check_trackers(trackers)
+        self._log = self._board = None
+        self._runs = []
+        self.earlier: list[dict[str, Any]] = []
+        if not active:
+            return
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
         self._log = jsonl.JsonlLog(path)
         records = list(self._log.records())
-        kept = [record for record in records if record.get("step", 0) <= step]
+        last = -1 if step is None else step
+        kept = [record for record in records if record.get("step", 0) <= last]
         if len(kept) < len(records):
             self._log.close()
             with jsonl.replacing(path) as file:
                 file.writelines(jsonl.dumps(record) for record in kept)
             self._log = jsonl.JsonlLog(path)
         self.earlier = kept
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-        self._runs = []
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=last + 1)
         for name in trackers:
             run = importlib.import_module(name)
             run.init(project="race-jax", name=folder.name, config=dict(settings or {}))
@@ -109,8 +116,9 @@ class MetricWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._log.close()
-        self._board.close()
+        if self._log is not None and self._board is not None:
+            self._log.close()
+            self._board.close()
         for run in self._runs:
             run.finish()
 
@@ -123,6 +131,8 @@ class MetricWriter:
         unknown = [name for name in values if name not in NAMES]
         if unknown:
             raise ValueError(f"{', '.join(unknown)}: no such metric; name it in metrics.NAMES.")
+        if self._log is None or self._board is None:
+            return
         plain = {name: float(value) for name, value in values.items()}
         finite = {k: v if math.isfinite(v) else None for k, v in plain.items()}
         self._log.append({"step": step, **finite})

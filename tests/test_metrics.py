@@ -120,3 +120,15 @@ def test_metrics_are_told_from_other_files(tmp_path):
         read_metrics(tmp_path / "covers")
     with pytest.raises(ValueError, match="no curves"):
         plot_metrics({}, tmp_path / "p.png")
+
+
+def test_a_run_that_begins_anew_keeps_nothing_and_other_processes_write_nothing(tmp_path):
+    with MetricWriter(tmp_path) as writer:
+        writer.write(0, {"eval/loss": 3.0})
+    with MetricWriter(tmp_path) as writer:
+        assert writer.earlier == []
+        writer.write(0, {"eval/loss": 2.0})
+    with MetricWriter(tmp_path / "other", active=False) as writer:
+        writer.write(0, {"eval/loss": 9.0})
+    assert lines(tmp_path) == [{"step": 0, "eval/loss": 2.0}]
+    assert not (tmp_path / "other").exists()

@@ -19,6 +19,7 @@ from rich.console import Console
 from race_jax.checkpoint import Checkpoints
 from race_jax.metrics import MetricWriter
 from race_jax.sharding import use_mesh
+from race_jax.train.distributed import start
 from race_jax.train.evaluate import close_table, evaluate, shown
 from race_jax.train.interrupt import any_process, largest, stop_requests
 from race_jax.train.progress import Meter
@@ -43,7 +44,8 @@ def sft(config: SftConfig, *, console: Console | None = None, until: int | None 
         FloatingPointError: Several steps in a row had no finite loss or gradient.
         OSError: A checkpoint could not be written.
     """
-    console = console or Console(highlight=False, soft_wrap=True)
+    start(config.distributed)
+    console = console or Console(highlight=False, soft_wrap=True, quiet=jax.process_index() > 0)
     run = prepare(config, console)
     with (
         use_mesh(run.mesh, run.rules),
@@ -53,10 +55,14 @@ def sft(config: SftConfig, *, console: Console | None = None, until: int | None 
         state = run.start(checkpoints)
         first = int(state.step)
         with MetricWriter(
-            run.folder, step=first, trackers=config.track, settings=run.settings
+            run.folder,
+            step=first or None,
+            trackers=config.track,
+            settings=run.settings,
+            active=jax.process_index() == 0,
         ) as writer:
             loop = Loop(run, checkpoints, writer, console, config.steps - first)
-            rounds = loop.earlier_rounds() or {f"step {first}": loop.evaluate(first, state)}
+            rounds = loop.earlier_rounds() if first else {"step 0": loop.evaluate(0, state)}
             # The first step compiles: it tells nothing about the time that the others take.
             with Meter(console, "training", config.steps - first - 1) as loop.meter:
                 for step in range(first + 1, config.steps + 1):
@@ -70,8 +76,8 @@ def sft(config: SftConfig, *, console: Console | None = None, until: int | None 
                     if stopped:
                         break
             checkpoints.wait()
-    ends = dict.fromkeys((next(iter(rounds)), next(reversed(rounds))))
     if any(rounds.values()):
+        ends = dict.fromkeys((next(iter(rounds)), next(reversed(rounds))))
         console.print(close_table({title: rounds[title] for title in ends}))
     console.print(f"{run.folder}: {int(state.step)} of {config.steps} steps done")
     return 0

@@ -25,6 +25,7 @@ from race_jax.packing import closing_id
 from race_jax.sft_data import SftDataConfig, build_pipeline
 from race_jax.sharding import make_mesh, sharding_for
 from race_jax.tokenizer import load_tokenizer
+from race_jax.train.distributed import DistributedConfig, row_share, to_mesh
 from race_jax.train.evaluate import make_evaluation
 from race_jax.train.optimizer import (
     LoraConfig,
@@ -41,7 +42,7 @@ from race_jax.types import Params
 
 FREE = (
     *("out", "model", "data.path", "data.cache", "mesh", "log_every", "eval_every", "eval_batches"),
-    *("save_every", "keep", "track"),
+    *("save_every", "keep", "track", "distributed"),
     *("compute.micro_batches", "compute.remat", "compute.head_chunk", "optimizer.patience"),
 )
 """Fields that may differ when a run goes on: they change no result beyond rounding."""
@@ -60,6 +61,7 @@ class SftConfig:
         lora: Adapters instead of full training.
         compute: How a step computes.
         mesh: How devices are arranged.
+        distributed: How several processes find one another.
         seed: Decides the order of the data and the adapters' start.
         log_every: Steps between lines of metrics.
         eval_every: Steps between evaluations on held-out data; one more before the first step.
@@ -77,6 +79,7 @@ class SftConfig:
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     compute: ComputeConfig = dataclasses.field(default_factory=ComputeConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     seed: int = 0
     log_every: int = 1
     eval_every: int = 50
@@ -123,11 +126,16 @@ class Run:
                 f"data.length is {config.data.length}, and the model's context has "
                 f"{shape.context_length} tokens; lower data.length."
             )
+        share, shares = row_share(self.mesh)
+        part = (config.data.batch_size // config.compute.micro_batches, config.data.length)
+        sharding_for(("batch", "time"), self.mesh, part, self.rules, name="a micro-batch")
         self.data = build_pipeline(
             config.data,
             self.renderer,
             seed=config.seed,
             vocab_size=shape.vocab_size,
+            process_index=share,
+            process_count=shares,
             report=lambda line: console.print(line, markup=False),
         )
         console.print(self.data.table())
@@ -149,11 +157,7 @@ class Run:
 
     def place(self, batch: Mapping[str, np.ndarray]) -> Arrays:
         """This process's rows of a batch as arrays over the mesh."""
-        where = sharding_for(("batch", "time"), self.mesh)
-        return {
-            name: jax.make_array_from_process_local_data(where, value)
-            for name, value in batch.items()
-        }
+        return to_mesh(batch, self.mesh)
 
     def start(self, checkpoints: Checkpoints) -> TrainState:
         """The state to go on from: the last checkpoint's, or a fresh one.
@@ -166,8 +170,9 @@ class Run:
         notes = {} if last is None else checkpoints.notes(last)
         if notes:
             check_settings(notes["settings"], self.settings, str(checkpoints.folder), free=FREE)
-        with jsonl.replacing(self.folder / "settings.json") as file:
-            file.write(json.dumps(self.settings, indent=1).encode())
+        if jax.process_index() == 0:
+            with jsonl.replacing(self.folder / "settings.json") as file:
+                file.write(json.dumps(self.settings, indent=1).encode())
         if self.config.lora.rank:
             self.frozen = self._load(self.config.compute.dtype)
         if last is None:
