@@ -12,13 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from race_jax.models.weights import Joint, Piece, Region, Slot, leaf_at
 from race_jax.types import Params
 
 Read = Callable[[tuple[slice, ...]], np.ndarray]
 """Reads a block of one tensor of a file."""
+_NO_MESH = Mesh(np.empty((), object), ())  # for programs of one device inside `use_mesh`
 _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -53,8 +54,9 @@ class Leaf:
             if piece is None:
                 continue
             block = read(piece.cuts).reshape(piece.sizes)[piece.within]
-            for device in devices:
-                self._put(block, slot, piece, region, device)
+            with jax.set_mesh(_NO_MESH):
+                for device in devices:
+                    self._put(block, slot, piece, region, device)
 
     def _put(
         self, block: np.ndarray, slot: Slot, piece: Piece, region: Region, device: Any
