@@ -159,7 +159,7 @@ def is_metrics(path: str | os.PathLike[str]) -> bool:
     """
     if not Path(path).is_file():
         return False
-    for _, line in jsonl.lines(path):
+    for _, line in jsonl.lines(Path(path)):
         try:
             record = jsonl.loads(line or b"").value
         except ValueError:
@@ -176,7 +176,7 @@ def read_metrics(path: str | os.PathLike[str]) -> dict[str, Curve]:
         OSError: It cannot be read.
     """
     curves: dict[str, Curve] = {}
-    for _, line in jsonl.lines(path):
+    for _, line in jsonl.lines(Path(path)):
         try:
             record = jsonl.loads(line or b"").value
         except ValueError:  # the torn end of a file that is still being written

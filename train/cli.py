@@ -90,14 +90,14 @@ def find(arguments: Sequence[str]) -> tuple[Command, list[str], str] | None:
 
 def call(function: Callable[..., int], arguments: Sequence[str], words: str) -> int:
     """Parse `arguments` by the function's signature and docstring, and call it."""
-    from jsonargparse import ActionConfigFile, ArgumentParser
+    from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(prog=f"race-jax {words}", description=first_line(function))
     settings = settings_of(function)
     if settings is None:
         parser.add_function_arguments(function, as_positional=function.__name__ in POSITIONAL)
     else:
-        parser.add_argument("--config", action=ActionConfigFile, help="a YAML file of settings")
+        parser.add_argument("--config", action="config", help="a YAML file of settings")
         parser.add_class_arguments(settings, as_group=False)
     for action in parser._actions:
         # Flags read --max-trajectories; the underscored spelling keeps working.
@@ -118,7 +118,8 @@ def settings_of(function: Callable[..., int]) -> type | None:
     hints = get_type_hints(function)
     hints.pop("return", None)
     kinds = list(hints.values())
-    return kinds[0] if len(kinds) == 1 and dataclasses.is_dataclass(kinds[0]) else None
+    one = kinds[0] if len(kinds) == 1 else None
+    return one if isinstance(one, type) and dataclasses.is_dataclass(one) else None
 
 
 def first_line(function: Callable[..., int]) -> str:

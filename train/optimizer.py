@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -89,7 +90,7 @@ class OptimizerConfig:
                 raise ValueError(f"optimizer.{name} is {getattr(self, name)}; it must be {rule}.")
 
 
-def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+def schedule(config: OptimizerConfig, steps: int) -> Callable[[Any], jax.Array]:
     """Learning rate of each step, counted from 0.
 
     With W = round(warmup * steps): rate_s = lr (s + 1) / W while s < W; then, at the share
@@ -98,7 +99,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """
     rise = round(config.warmup * steps)
 
-    def rate(step: jax.Array) -> jax.Array:
+    def rate(step: Any) -> jax.Array:
         share = jnp.clip((step - rise) / max(steps - rise, 1), 0, 1)
         shape = {
             "cosine": (1 + jnp.cos(jnp.pi * share)) / 2,

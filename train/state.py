@@ -82,8 +82,8 @@ def abstract_state(
         return state
     placed = shardings_for(trainee.trained_axes, mesh, state.trained)
     whole = NamedSharding(mesh, PartitionSpec())
-    where = TrainState(
-        whole, placed, state_shardings(state.optimizer, state.trained, placed), whole, whole, whole
+    where = jax.tree.map(lambda _: whole, state)._replace(
+        trained=placed, optimizer=state_shardings(state.optimizer, state.trained, placed)
     )
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, where
