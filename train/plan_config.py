@@ -162,6 +162,11 @@ def model_config(model: str | dict[str, Any]) -> ModelConfig:
         return ModelConfig.from_hf(model)
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(
+            f"the model's {path} is not here; name a config.json, such as --model "
+            "configs/models/qwen3_5_9b.json. Weights are not needed."
+        )
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:

@@ -242,6 +242,8 @@ def test_models_by_file_folder_or_fields(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         model_config(str(tmp_path))
+    with pytest.raises(ValueError, match=r"gone is not here; name a config.json, such as --model"):
+        model_config(str(tmp_path / "gone"))
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/plan_*.yaml")), ids=lambda p: p.stem)
