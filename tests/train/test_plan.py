@@ -117,6 +117,21 @@ def test_model_flops_of_experts():
     assert ModelFlops(shape).token == 2 * 3 * layer
 
 
+def test_model_flops_of_a_hybrid():
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4}
+    sizes |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 4}
+    flops = ModelFlops(ModelConfig.from_hf({**MODEL, "model_type": "qwen3_5_text", **sizes}))
+    mlp = 3 * 1536
+    # Query and key 32 * 2 * 8 each; value, gate and output 32 * 4 * 8 each; two rates 32 * 4; four
+    # taps for the 16 + 16 + 32 channels of the convolution.
+    linear = 2 * 512 + 3 * 1024 + 2 * 128 + 4 * 64 + mlp
+    # Attention's query has a gate beside it.
+    full = 2 * 2048 + 2 * 1024 + 2048 + mlp
+    # Three layers have 4 states of 8 x 8, each read twice and written once.
+    assert flops.token == 2 * (3 * linear + full) + 3 * 6 * 4 * 64
+    assert flops.pair == 4 * 4 * 16
+
+
 def test_flops_of_a_step_by_step_pass_are_those_of_a_whole_one():
     flops = ModelFlops(ModelConfig.from_hf(MODEL))
     steps = sum(flops.extend(2, 3, before, 2 * 3) for before in range(0, 12, 3))
