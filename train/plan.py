@@ -220,7 +220,9 @@ def advise(report: Report, config: PlanConfig) -> str:
     if config.trains and config.rows // config.compute.micro_batches > spread:
         more = config.rows // config.compute.micro_batches // spread * config.compute.micro_batches
         return f"smaller parts of a batch: compute.micro_batches {more}"
-    return (
-        f"fewer tokens of a row on each chip: mesh.context {2 * mesh['context']}, or "
-        f"sequence_length {config.sequence_length // 2}"
-    )
+    halved = f"or sequence_length {config.sequence_length // 2}"
+    if mesh["fsdp"] % 2 == 0:
+        moved = f"mesh.context {2 * mesh['context']} and mesh.fsdp {mesh['fsdp'] // 2}"
+        return f"fewer tokens of a row on each chip: {moved}, {halved}"
+    more = f"{2 * report.chips} chips with mesh.context {2 * mesh['context']}"
+    return f"fewer tokens of a row on each chip: {more}, {halved}"

@@ -1,3 +1,4 @@
+import dataclasses
 import importlib.util
 import json
 import os
@@ -180,7 +181,10 @@ def test_the_first_thing_to_change():
     busy = sample(parameters=2, optimizer=4, activations=9, temporaries=9)
     assert "micro_batches 4" in advise(busy, config)
     least = PlanConfig(MODEL, "sft", rows=16, compute=ComputeConfig(micro_batches=4))
-    assert "mesh.context 4, or sequence_length 32768" in advise(busy, least)
+    assert "mesh.context 4 and mesh.fsdp 2, or sequence_length 32768" in advise(busy, least)
+    one = dataclasses.replace(busy, mesh={**busy.mesh, "fsdp": 1, "context": 8})
+    single = PlanConfig(MODEL, "sft", rows=16, compute=ComputeConfig(micro_batches=16))
+    assert "16 chips with mesh.context 16, or" in advise(one, single)
     kept = PlanConfig(MODEL, "sft", compute=ComputeConfig(remat="none"))
     assert advise(busy, kept).startswith("compute.remat: block")
     decode = PlanConfig(MODEL, "decode", rows=64)
