@@ -1,5 +1,6 @@
 """Dense decoders on eight virtual devices against one: scores, loss, gradients, caches."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -9,8 +10,24 @@ import numpy as np
 import pytest
 
 from race_jax.logprobs import token_logprobs
-from race_jax.models import Model, ModelConfig, abstract_params, init_model, param_axes
-from race_jax.sharding import Rules, make_mesh, place, shardings_for, use_mesh
+from race_jax.models import (
+    Model,
+    ModelConfig,
+    abstract_params,
+    init_model,
+    load_model,
+    param_axes,
+    save_model,
+)
+from race_jax.sharding import (
+    Rules,
+    make_mesh,
+    place,
+    sharding_for,
+    shardings_for,
+    spec_for,
+    use_mesh,
+)
 
 QWEN3 = ModelConfig("qwen3", 96, 32, 48, 2, 4, num_key_value_heads=2, head_dim=8)
 QWEN2 = ModelConfig(
@@ -98,7 +115,8 @@ def test_scores_loss_and_gradients_equal_those_of_one_device(config, sizes, rule
     np.testing.assert_allclose(loss, want_loss, atol=1e-5)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
-    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(there), strict=True):
+    layers = jax.tree.leaves(grads["layers"]), jax.tree.leaves(there["layers"])
+    for a, b in zip(*layers, strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
@@ -123,6 +141,17 @@ def test_key_heads_that_do_not_divide_are_copied_only_if_asked():
         shardings_for(param_axes(QWEN3), mesh, abstract_params(QWEN3))
     with use_mesh(mesh), pytest.raises(ValueError, match="kv_heads is 2 and does not divide"):
         scored(model, params, *packed(8, 64))
+
+
+def test_a_checkpoint_is_read_inside_use_mesh(tmp_path):
+    model, params = noisy(QWEN3)
+    save_model(dataclasses.replace(model, params=params), tmp_path / "model")
+    mesh = make_mesh(fsdp=4, tensor=2)
+    with use_mesh(mesh):
+        got = load_model(tmp_path / "model", shardings=lambda axes: sharding_for(axes, mesh))
+    for a, b in zip(jax.tree.leaves(got.params), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert got.params["head"].sharding.spec == spec_for(("vocab", "embed"))
 
 
 def test_the_scores_of_attention_stay_in_blocks():
