@@ -5,6 +5,7 @@ import optax
 import pytest
 
 from race_jax.models import ModelConfig, init_model
+from race_jax.packing import ACTION, fill_rows
 from race_jax.train.optimizer import LoraConfig, OptimizerConfig, make_optimizer, matrices
 from race_jax.train.state import Trainee, init_state
 from race_jax.train.step import (
@@ -131,6 +132,22 @@ def test_the_head_sees_only_the_places_that_carry_loss(model):
         gradient_of(trainee_of(model), model.params, batch),
         gradient_of(trainee_of(model), model.params, batch, places=5),
     )
+
+
+def test_packed_trajectories_train_as_separate_ones(model):
+    # a = 1 2 3 and b = 4 .. 8 in one row, or in rows of their own: no token of b sees a, and
+    # nothing is learnt from a's last token about b's first.
+    def example(tokens):
+        return {
+            "tokens": np.array(tokens, np.int32),
+            "kinds": np.full(len(tokens), ACTION, np.uint8),
+        }
+
+    a, b = example([1, 2, 3]), example([4, 5, 6, 7, 8])
+    packed = gradient_of(trainee_of(model), model.params, fill_rows([[a, b], []], 12))
+    apart = gradient_of(trainee_of(model), model.params, fill_rows([[a], [b]], 12))
+    assert float(packed[1]) == 2 + 4
+    close(packed, apart)
 
 
 def test_no_token_that_carries_loss_gives_zero(model):
