@@ -59,7 +59,8 @@ def mix_rows(
     q, k, v = (spec(x, *wide) for x in projected.inputs)
     rates = spec(projected.rate, "linear_heads")
     taps = tuple(spec_for((*wide, "conv"), x.shape, name="the convolution") for x in kernels)
-    specs = (Projected((q, k, v), spec(projected.gate, *wide), rates, rates), taps, spec(fresh))
+    parts_of = Projected._make([(q, k, v), spec(projected.gate, *wide), rates, rates])
+    specs = (parts_of, taps, spec(fresh))
 
     def local(projected: Projected, kernels: Triple, fresh: jax.Array) -> jax.Array:
         return _mix(projected, kernels, fresh, precision, parts)

@@ -455,15 +455,15 @@ def write_rows(cache: KVCache, rows: KVCache, slots: jax.Array, starts: jax.Arra
     return _on_pieces(local, (cache, rows), specs, places, specs[0])
 
 
-def _cache_specs(cache: KVCache) -> KVCache:
+def _cache_specs(cache: KVCache) -> Any:
     """Where a cache lies."""
-    return KVCache(*(spec_for(_CACHE_AXES, x.shape, name="a cache") for x in cache))
+    return KVCache._make(spec_for(_CACHE_AXES, x.shape, name="a cache") for x in cache)
 
 
-def _row_specs(cache: KVCache) -> KVCache:
+def _row_specs(cache: KVCache) -> Any:
     """Where rows copied out of a cache lie: whole but for their heads."""
     axes = ("layers", None, "kv_heads", "entries", "head_dim")
-    return KVCache(*(spec_for(axes, x.shape, name="rows of a cache") for x in cache))
+    return KVCache._make(spec_for(axes, x.shape, name="rows of a cache") for x in cache)
 
 
 def _on_pieces(function: Callable, arrays: Any, specs: Any, places: Places, out_specs: Any) -> Any:

@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from race_jax.types import Params
 
-AXES = ("data", "fsdp", "tensor", "context")
+AXES: tuple[str, ...] = ("data", "fsdp", "tensor", "context")
 """The axes of every mesh, slowest first."""
 
 Axes = Sequence[str | None]
@@ -111,7 +111,7 @@ def make_mesh(
     tensor: int = 1,
     context: int = 1,
     *,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """Arrange devices in the four axes.
 
