@@ -11,7 +11,6 @@ from flax import nnx
 
 from race_jax.models import parallel
 from race_jax.models.blocks import Block
-from race_jax.models.cache import KVCache
 from race_jax.models.config import ModelConfig
 from race_jax.models.kernels import check_choices, target_backend
 from race_jax.models.layers import rms_norm
@@ -19,7 +18,7 @@ from race_jax.models.moe import RouterStats
 from race_jax.models.network import abstract_network, param_axes
 from race_jax.models.rope import rotation_tables
 from race_jax.sharding import constrain
-from race_jax.types import Params
+from race_jax.types import Cache, Params
 
 _WHOLE = ("batch", "time", "features")  # the residual stream in `forward`
 _ROWS = ("rows", None, "features")  # and in `extend`
@@ -152,7 +151,7 @@ class Model:
         """The output matrix [V, D]: the embedding when the two are tied."""
         return params["embed"] if self.config.tie_word_embeddings else params["head"]
 
-    def init_cache(self, params: Params, slots: int, length: int) -> KVCache:
+    def init_cache(self, params: Params, slots: int, length: int) -> Cache:
         """An empty cache for `slots` sequences of at most `length` tokens, and one spare slot."""
         config = self.config
         return parallel.init_cache(
@@ -167,12 +166,12 @@ class Model:
     def extend(
         self,
         params: Params,
-        cache: KVCache,
+        cache: Cache,
         tokens: jax.Array,
         slots: jax.Array,
         starts: jax.Array,
         counts: jax.Array | None = None,
-    ) -> tuple[jax.Array, KVCache]:
+    ) -> tuple[jax.Array, Cache]:
         """Append rows of tokens to cached sequences.
 
         Row r holds the tokens at positions `starts[r]` .. `starts[r] + Q - 1` of slot `slots[r]`,
@@ -212,7 +211,7 @@ class Model:
         return rms_norm(x, params["norm"], self.config.rms_norm_eps), cache
 
     def _plan_places(
-        self, cache: KVCache, slots: jax.Array, starts: jax.Array, size: int
+        self, cache: Cache, slots: jax.Array, starts: jax.Array, size: int
     ) -> parallel.Places:
         """Where rows of `size` new tokens lie, and how they attend on this backend."""
         blocked = self.cached_attention == "blocked" or (
@@ -221,25 +220,24 @@ class Model:
         groups = self.config.num_attention_heads // cache.k.shape[2]
         return parallel.plan_places(cache, slots, starts, size * groups if blocked else None)
 
-    def read_rows(self, cache: KVCache, slots: jax.Array, starts: jax.Array, size: int) -> KVCache:
+    def read_rows(self, cache: Cache, slots: jax.Array, starts: jax.Array, size: int) -> Cache:
         """Copy `size` entries from each `(slots[r], starts[r])` out of the cache."""
         return parallel.read_rows(cache, slots, starts, size)
 
-    def write_rows(
-        self, cache: KVCache, rows: KVCache, slots: jax.Array, starts: jax.Array
-    ) -> KVCache:
+    def write_rows(self, cache: Cache, rows: Cache, slots: jax.Array, starts: jax.Array) -> Cache:
         """Put rows that `read_rows` copied back."""
         return parallel.write_rows(cache, rows, slots, starts)
 
-    def read_states(self, cache: KVCache, slots: jax.Array) -> tuple[()]:
+    def read_states(self, cache: Cache, slots: jax.Array) -> tuple[()]:
         """Nothing: entries per token are all that a cache holds."""
         return ()
 
-    def write_states(self, cache: KVCache, states: tuple[()], slots: jax.Array) -> KVCache:
+    def write_states(self, cache: Cache, states: tuple[()], slots: jax.Array) -> Cache:
         """The cache as it is."""
         return cache
 
     def _template(self) -> nnx.GraphDef[Block]:
         """The structure of one block, to be filled with one layer's arrays."""
         config = dataclasses.replace(self.config, num_hidden_layers=1)
-        return nnx.split(abstract_network(config, jnp.dtype("float32")).layers)[0]
+        graph: Any = nnx.split(abstract_network(config, jnp.dtype("float32")).layers)[0]
+        return graph

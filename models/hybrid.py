@@ -187,7 +187,8 @@ class HybridModel(Model):
 
         def step(carry: Any, item: Any) -> tuple[Any, None]:
             layers, index = item
-            return self._blocks(layers, *carry, mixers, _ROWS, index), None
+            x, cache = carry
+            return self._blocks(layers, x, cache, mixers, _ROWS, index), None
 
         repetitions = jnp.arange(self.config.num_hidden_layers // self.config.period)
         carry = (parallel.embed(params["embed"], tokens, _ROWS[:2]), cache)

@@ -10,17 +10,48 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from race_jax.sharding import sharding_for
+from race_jax.sharding import Rules, sharding_for
 
 Batch = Mapping[str, np.ndarray]
 """Arrays [B, T] of one process, by name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """The mesh, and where arrays lie on it.
+
+    Attributes:
+        data: Copies of the model.
+        fsdp: Pieces into which parameters and rows are cut; null takes what the others leave. So
+            does -1 on any one axis.
+        tensor: Pieces into which heads, MLP columns and the vocabulary are cut.
+        context: Pieces into which the tokens of a row are cut.
+        experts: `fsdp` or `tensor`, the axis that divides experts.
+        replicate: Logical axes that may stay whole where they do not divide, such as `kv_heads`.
+    """
+
+    data: int = 1
+    fsdp: int | None = None
+    tensor: int = 1
+    context: int = 1
+    experts: Literal["fsdp", "tensor"] = "fsdp"
+    replicate: tuple[str, ...] = ()
+
+    def sizes(self) -> dict[str, Any]:
+        """Arguments of `make_mesh`."""
+        names = ("data", "fsdp", "tensor", "context")
+        return {name: getattr(self, name) for name in names}
+
+    def rules(self) -> Rules:
+        """The rules of the mesh."""
+        return Rules(self.experts, self.replicate)
 
 
 @dataclasses.dataclass(frozen=True)

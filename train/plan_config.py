@@ -11,42 +11,11 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from race_jax.models import ModelConfig
-from race_jax.sharding import Rules
+from race_jax.train.distributed import MeshConfig
 from race_jax.train.optimizer import LoraConfig
 from race_jax.train.step import ComputeConfig
 
 Settings = TypeVar("Settings")
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshConfig:
-    """The mesh, and where arrays lie on it.
-
-    Attributes:
-        data: Copies of the model.
-        fsdp: Pieces into which parameters and rows are cut; null takes what the others leave. So
-            does -1 on any one axis.
-        tensor: Pieces into which heads, MLP columns and the vocabulary are cut.
-        context: Pieces into which the tokens of a row are cut.
-        experts: `fsdp` or `tensor`, the axis that divides experts.
-        replicate: Logical axes that may stay whole where they do not divide, such as `kv_heads`.
-    """
-
-    data: int = 1
-    fsdp: int | None = None
-    tensor: int = 1
-    context: int = 1
-    experts: Literal["fsdp", "tensor"] = "fsdp"
-    replicate: tuple[str, ...] = ()
-
-    def sizes(self) -> dict[str, Any]:
-        """Arguments of `make_mesh`."""
-        names = ("data", "fsdp", "tensor", "context")
-        return {name: getattr(self, name) for name in names}
-
-    def rules(self) -> Rules:
-        """The rules of the mesh."""
-        return Rules(self.experts, self.replicate)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from race_jax.packing import closing_id
 from race_jax.sft_data import SftDataConfig, build_pipeline
 from race_jax.sharding import make_mesh, sharding_for
 from race_jax.tokenizer import load_tokenizer
-from race_jax.train.distributed import DistributedConfig, row_share, to_mesh
+from race_jax.train.distributed import DistributedConfig, MeshConfig, row_share, to_mesh
 from race_jax.train.evaluate import make_evaluation
 from race_jax.train.optimizer import (
     LoraConfig,
@@ -34,7 +34,6 @@ from race_jax.train.optimizer import (
     matrices,
     schedule,
 )
-from race_jax.train.plan_config import MeshConfig
 from race_jax.train.runtime import enable_compilation_cache, model_fingerprint
 from race_jax.train.state import Trainee, TrainState, abstract_state, init_state
 from race_jax.train.step import Arrays, ComputeConfig, make_step

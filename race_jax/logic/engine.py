@@ -226,9 +226,10 @@ class Engine:
 
     def _resume(self, seat: Seat, cache):
         """Set a recurrent model's state to where the seat's test begins."""
-        if not self.model.recurrent:
+        turn = seat.search.turn
+        if not self.model.recurrent or turn is None:
             return cache
-        states = seat.states.pop(seat.search.turn)
+        states = seat.states.pop(turn)
         return self._write_states(cache, states, np.asarray([seat.slot]))
 
     def _share(self, seats, residents: dict[int, _Resident], cache):

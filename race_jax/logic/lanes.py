@@ -18,6 +18,7 @@ import jax
 
 from race_jax.logic.cover import Cover, check_epsilons
 from race_jax.logic.engine import Engine, Failure, Stats
+from race_jax.sharding import ambient_mesh
 from race_jax.types import TokenTrajectory
 
 
@@ -26,8 +27,9 @@ class _Stopped(Exception):
 
 
 def default_lanes() -> int:
-    """Two where a CPU computes and has two cores or more, else one."""
-    return 2 if jax.default_backend() == "cpu" and (os.cpu_count() or 1) > 1 else 1
+    """Two where a CPU of two cores or more computes, and no mesh; else one."""
+    cpu = jax.default_backend() == "cpu" and ambient_mesh() is None
+    return 2 if cpu and (os.cpu_count() or 1) > 1 else 1
 
 
 class Lanes:
@@ -42,11 +44,15 @@ class Lanes:
             count: How many, at least 1; `default_lanes()` by default.
 
         Raises:
-            ValueError: `count` is not positive.
+            ValueError: `count` is not positive, or above 1 on a mesh.
         """
         count = default_lanes() if count is None else count
         if count < 1:
             raise ValueError(f"lanes is {count}: it must be at least 1")
+        if count > 1 and ambient_mesh() is not None:
+            # Two programs with collectives may meet the devices in different orders and wait for
+            # one another.
+            raise ValueError(f"lanes is {count}: on a mesh it must be 1")
         self.engines = [engine, *(copy.copy(engine) for _ in range(count - 1))]
         self.reset()
 

@@ -7,6 +7,7 @@ from toy import ToyModel, random_trajectory
 from race_jax.logic.cover import most_scored
 from race_jax.logic.engine import Engine, Failure
 from race_jax.logic.lanes import Lanes, default_lanes
+from race_jax.sharding import make_mesh, use_mesh
 from race_jax.types import TokenTrajectory
 
 MODEL = ToyModel()
@@ -104,6 +105,13 @@ def test_lanes_end_when_nobody_waits_for_the_rest():
 def test_refuses_no_lanes(count):
     with pytest.raises(ValueError, match="at least 1"):
         make(count)
+
+
+def test_one_lane_on_a_mesh():
+    with use_mesh(make_mesh()):
+        assert default_lanes() == 1
+        with pytest.raises(ValueError, match="on a mesh it must be 1"):
+            make(2)
 
 
 def test_refuses_a_bad_threshold_before_any_thread_starts():

@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec
 
 from race_jax.sharding import make_mesh, use_mesh
 from race_jax.train.costs import read_costs
+from race_jax.train.distributed import MeshConfig
 from race_jax.train.plan import plan
-from race_jax.train.plan_config import MeshConfig, PlanConfig
+from race_jax.train.plan_config import PlanConfig
 from race_jax.train.step import ComputeConfig
 from race_jax.train.topology import describe
 

@@ -13,10 +13,11 @@ import yaml
 from race_jax.models import ModelConfig
 from race_jax.train import cli
 from race_jax.train.costs import Costs, Traffic
+from race_jax.train.distributed import MeshConfig
 from race_jax.train.flops import ModelFlops
 from race_jax.train.plan import Memory, Report, advise, needed_bytes, plan, split_memory
 from race_jax.train.plan_cli import COLUMNS, markdown, verdict
-from race_jax.train.plan_config import MeshConfig, PlanConfig, model_config, read_config
+from race_jax.train.plan_config import PlanConfig, model_config, read_config
 from race_jax.train.step import ComputeConfig
 from race_jax.train.topology import GIB, describe
 
