@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -68,7 +69,7 @@ class HybridModel(Model):
             positions: int32 [B, T], from 0 in each segment.
             segment_ids: int32 [B, T]; 0 = padding, on any side. A token sees the earlier tokens of
                 its own segment, which lie side by side.
-            remat: Recompute each repetition of the pattern in the backward pass, for less memory.
+            remat: Recompute each block in the backward pass, for less memory.
 
         Returns:
             float32 [B, T, D]; finite at padding, and without meaning there.
@@ -90,12 +91,11 @@ class HybridModel(Model):
         mixers = {FULL: mix_full, LINEAR: mix_linear}
 
         def step(x: jax.Array, layers: Params) -> tuple[jax.Array, None]:
-            return self._blocks(layers, x, (), mixers, _WHOLE)[0], None
+            return self._blocks(layers, x, (), mixers, _WHOLE, remat=remat)[0], None
 
-        body = jax.checkpoint(step, prevent_cse=False) if remat else step
         params = parallel.hold(params, param_axes, self.config)
         x = parallel.embed(params["embed"], jnp.where(real, tokens, 0), _WHOLE[:2])
-        x, _ = jax.lax.scan(body, x, self._repetitions(params))
+        x, _ = jax.lax.scan(step, x, self._repetitions(params))
         return centred_norm(x, params["norm"], self.config.rms_norm_eps)
 
     def forward_routed(self, *args: Any, **kwargs: Any) -> Any:
@@ -225,24 +225,32 @@ class HybridModel(Model):
         mixers: dict[str, Callable[..., tuple]],
         axes: tuple[str | None, ...],
         repetition: Any = 0,
+        *,
+        remat: bool = False,
     ) -> tuple[jax.Array, Any]:
         """One repetition of the pattern: the residual stream and what the mixers carry, after it.
 
         `mixers` has for each kind a function of the module, the normed input, what is carried, and
-        the number of the block among those of its kind.
+        the number of the block among those of its kind. With `remat` each block's input is kept and
+        the rest recomputed; a whole repetition at a time would hold all of its blocks at once.
         """
         eps, types = self.config.rms_norm_eps, self.config.layer_types[: self.config.period]
         seen: Counter[str] = Counter()
         for place, (kind, name, template, mlp) in enumerate(self._templates(types)):
             number = seen[kind]
             seen[kind] += 1
-            net = nnx.merge(template, jax.tree.map(lambda a, n=number: a[n], layers[name]))
-            normed = centred_norm(x, layers["attention_norm"][place], eps)
-            index = repetition * types.count(kind) + number
-            out, carry = mixers[kind](net, normed, carry, index)
-            x = x + out
-            net = nnx.merge(mlp, jax.tree.map(lambda a, n=place: a[n], layers["mlp"]))
-            x = constrain(x + net(centred_norm(x, layers["mlp_norm"][place], eps)), axes)
+            mix = functools.partial(mixers[kind], index=repetition * types.count(kind) + number)
+            mixer, rest = (template, name, number), (mlp, "mlp", place)
+
+            def block(x: jax.Array, carry: Any, mix=mix, mixer=mixer, rest=rest, place=place):
+                # Slices are taken in here: taken before, they would be kept for the backward pass.
+                normed = centred_norm(x, layers["attention_norm"][place], eps)
+                out, carry = mix(_module(layers, *mixer), normed, carry)
+                x = x + out
+                normed = centred_norm(x, layers["mlp_norm"][place], eps)
+                return constrain(x + _module(layers, *rest)(normed), axes), carry
+
+            x, carry = (jax.checkpoint(block, prevent_cse=False) if remat else block)(x, carry)
         return x, carry
 
     def _templates(self, types: tuple[str, ...]) -> Iterator[tuple[str, str, Any, Any]]:
@@ -292,6 +300,11 @@ def init_model(config: ModelConfig, seed: int, dtype: str = "float32") -> Model:
 def _precision(params: Params) -> jax.lax.Precision | None:
     """True float32 for float32 parameters, the backend's fastest for others."""
     return jax.lax.Precision.HIGHEST if params["embed"].dtype == jnp.float32 else None
+
+
+def _module(layers: Params, structure: Any, name: str, number: int) -> Any:
+    """The `number`-th of the modules that are stacked under `name`."""
+    return nnx.merge(structure, jax.tree.map(lambda a: a[number], layers[name]))
 
 
 def _store_slots(cache: HybridCache, slots: jax.Array) -> jax.Array:
