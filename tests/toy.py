@@ -102,6 +102,22 @@ class RecurrentToy(ToyModel):
         return cache.at[slots].set(states)
 
 
+def stir(model, seed: int = 1):
+    """A network's model with noise on every parameter, norms and biases too, so that each counts.
+
+    Embeddings and convolutions get more of it: the norms after them would amplify rounding.
+    """
+    rng = np.random.default_rng(seed)
+
+    def moved(path, x):
+        large = any(word in jax.tree_util.keystr(path) for word in ("embed", "conv"))
+        noise = rng.normal(size=x.shape) * (1.0 if large else 0.2)
+        return x + jnp.asarray(noise, x.dtype)
+
+    params = jax.tree_util.tree_map_with_path(moved, model.params)
+    return dataclasses.replace(model, params=params)
+
+
 def random_trajectory(seed: int, turns: int, *, vocab: int = 32, bare: float = 0.2):
     """A token trajectory of random lengths; some turns carry no reasoning."""
     from race_jax.types import TokenTrajectory, TokenTurn

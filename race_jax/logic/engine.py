@@ -376,7 +376,8 @@ class Engine:
                 else:
                     finished.append(accepted)
             if outcome in (Outcome.REJECTED, Outcome.SPLIT):
-                for rows, mine, starts in seat.undo:
+                # The latest first: a row that ended early was filled up, and the next began there.
+                for rows, mine, starts in reversed(seat.undo):
                     cache = self._write(cache, rows, mine, starts)
             seat.undo.clear()
             seat.fresh = {}
