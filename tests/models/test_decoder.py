@@ -66,7 +66,9 @@ def test_loss_gradients_equal_transformers(pair, rng, tmp_path):
     want = pair.gradients()
     assert set(got) == set(want)
     for name in want:
-        np.testing.assert_allclose(got[name], want[name], atol=1e-4, err_msg=name)
+        apart, size = (np.linalg.norm(x) for x in (got[name] - want[name], want[name]))
+        # A key's bias moves all scores of a query alike, or nearly: its gradient is mostly rounding.
+        assert apart <= 1e-3 * size + 1e-6, name
 
 
 def test_left_padding_equals_transformers(pair, rng):
