@@ -67,7 +67,7 @@ def test_loss_gradients_equal_transformers(pair, rng, tmp_path):
     assert set(got) == set(want)
     for name in want:
         apart, size = (np.linalg.norm(x) for x in (got[name] - want[name], want[name]))
-        # A key's bias moves all scores of a query alike, or nearly: its gradient is mostly rounding.
+        # A key's bias moves a query's scores nearly alike: its gradient is mostly rounding.
         assert apart <= 1e-3 * size + 1e-6, name
 
 
