@@ -144,7 +144,8 @@ class HybridModel(Model):
         where the slot's states must stand at `starts[r]`; a row that starts at 0 finds empty ones,
         whatever the slot held. Rows of one call that share a slot are neighbours, each begins where
         the one before ends, and only the last may be short. Donate the cache to have it updated in
-        place. With Q = 1 gated DeltaNet runs in its recurrent form, else in chunks.
+        place. With Q = 1 gated DeltaNet runs in its recurrent form, all slots at once, else in
+        chunks, row by row.
 
         Args:
             params: Parameters, as in `params`.

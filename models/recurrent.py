@@ -1,7 +1,9 @@
-"""Rows of tokens that move the recurrent states of a cache, one slot after another."""
+"""Rows of tokens that move the recurrent states of a cache: in order, or all slots at once."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -72,7 +74,16 @@ def convolve_rows(
     Returns:
         float32 [R, Q, ...], and the store.
     """
-    size = store.shape[2]
+    size, still = store.shape[2], jnp.zeros(x.shape[:2], bool)
+    if x.shape[1] == 1:
+
+        def shift(windows: jax.Array) -> tuple[jax.Array, jax.Array]:
+            inputs = jnp.concatenate([windows, x.astype(store.dtype)], axis=1)
+            counted = (rows.counts > 0).reshape(-1, *(1,) * (x.ndim - 1))
+            return windows, jnp.where(counted, inputs[:, 1:], windows)
+
+        windows, store = _in_turns(shift, store, layer, rows)
+        return causal_conv(x, kernel, windows, still), store
 
     def step(store: jax.Array, item: tuple[jax.Array, Rows]) -> tuple[jax.Array, jax.Array]:
         x, row = item
@@ -82,7 +93,7 @@ def convolve_rows(
         return store.at[layer, row.slots].set(after), window
 
     store, windows = jax.lax.scan(step, store, (x, rows))
-    return causal_conv(x, kernel, windows, jnp.zeros(x.shape[:2], bool)), store
+    return causal_conv(x, kernel, windows, still), store
 
 
 def pass_rows(
@@ -119,15 +130,10 @@ def pass_rows(
         return jnp.where(empty, 0, store[layer, slot])
 
     if length == 1:
-
-        def token(store: jax.Array, item: tuple[Delta, Rows]) -> tuple[jax.Array, jax.Array]:
-            one, row = item
-            state = enter(store, row.slots, row.starts == 0)
-            out, state = delta_step(one, state[None], precision=precision)
-            return store.at[layer, row.slots].set(state[0]), out
-
-        store, out = jax.lax.scan(token, store, (delta, rows))
-        return out, store
+        tokens = jax.tree.map(lambda x: x[:, 0], delta)
+        step = functools.partial(delta_step, tokens, precision=precision)
+        out, store = _in_turns(step, store, layer, rows)
+        return out[:, None], store
 
     size = chunk_size(length)
     parts = -(-length // size)
@@ -150,3 +156,41 @@ def pass_rows(
     # [R parts, K, G, C, dv] -> [R, Q, V, dv]
     out = out.transpose(0, 3, 1, 2, 4).reshape(count, parts * size, values, width)
     return out[:, :length], store
+
+
+def _in_turns(
+    step: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    store: jax.Array,
+    layer: jax.Array,
+    rows: Rows,
+) -> tuple[jax.Array, jax.Array]:
+    """Run the first row of every slot at once, then the second of every slot, and so on.
+
+    Args:
+        step: From what rows find in their slots [R, ...] to their outputs and to what they leave.
+        store: [L, slots + 1, ...].
+        layer: int32 [], which of them.
+        rows: Where the rows belong.
+
+    Returns:
+        The outputs [R, ...], and the store.
+    """
+    index = jnp.arange(len(rows.slots))
+    before = (rows.slots[:, None] == rows.slots) & (index[:, None] > index)
+    # Nobody reads the spare slot, so its rows need not wait for one another.
+    turn = jnp.where(rows.slots == store.shape[1] - 1, 0, jnp.sum(before, axis=1))
+
+    def choose(which: jax.Array, a: jax.Array | int, b: jax.Array) -> jax.Array:
+        return jnp.where(which.reshape(-1, *(1,) * (b.ndim - 1)), a, b)
+
+    def body(now: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        store, out = carry
+        read, after = step(choose(rows.starts == 0, 0, store[layer, rows.slots]))
+        at = jnp.where(turn == now, rows.slots, store.shape[1])  # others are dropped
+        store = store.at[layer, at].set(after, mode="drop")
+        return store, choose(turn == now, read, out)
+
+    shape = jax.eval_shape(lambda store: step(store[0, rows.slots])[0], store)
+    carry = (store, jnp.zeros(shape.shape, shape.dtype))
+    store, out = jax.lax.fori_loop(0, jnp.max(turn) + 1, body, carry)
+    return out, store
