@@ -1,5 +1,7 @@
 """Gated DeltaNet against its definition token by token, under cuts, segments and padding."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,7 @@ from race_jax.models.deltanet import (
     unit,
 )
 
-LENGTHS = [[1, 2, 3, 63, 64, 65], [65, 64, 63, 3, 2, 1], [64, 1, 1, 128, 2]]
+LENGTHS = [[1, 2, 3, 63, 64, 65], [65, 64, 63, 3, 2, 1], [64, 1, 1, 128, 4]]
 chunked = jax.jit(delta_chunked)
 
 
@@ -91,7 +93,7 @@ def test_segments_begin_at_any_offset_of_a_chunk(rng, sizes):
     np.testing.assert_allclose(last, state, atol=1e-5)
 
 
-@pytest.mark.parametrize("cut", [1, 63, 64, 100])
+@pytest.mark.parametrize("cut", [1, 63, 64])
 def test_rows_may_be_cut_anywhere(rng, cut):
     delta = draw(rng, 2, 130, fresh=0.01)
     whole, last = chunked(delta)
@@ -127,18 +129,21 @@ def test_tokens_without_rate_and_decay_leave_no_trace(rng):
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@jax.jit
+@functools.partial(jax.grad, argnums=(0, 1, 2), allow_int=True)
+def slopes(q, k, delta, zeros):
+    q, k = (jnp.where(zeros, 0, x) for x in (q, k))
+    out, state = delta_chunked(delta._replace(q=scale_queries(q), k=unit(k)))
+    return jnp.sum(jnp.sin(out)) + jnp.sum(state)
+
+
 @pytest.mark.parametrize("strength", [0.0, 1.0, 50.0, 1e4])
 def test_outputs_and_gradients_stay_finite(rng, strength):
     """Decay from none to all at once; zero keys and queries, as at padding, among the others."""
     delta = draw(rng, 1, 200, strength=strength)
     zeros = jnp.arange(200)[None, :, None, None] % 7 == 0
 
-    def loss(q, k, delta):
-        q, k = (jnp.where(zeros, 0, x) for x in (q, k))
-        out, state = delta_chunked(delta._replace(q=scale_queries(q), k=unit(k)))
-        return jnp.sum(jnp.sin(out)) + jnp.sum(state)
-
-    grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2), allow_int=True))(delta.q, delta.k, delta)
+    grads = slopes(delta.q, delta.k, delta, zeros)
     grads = [x for x in jax.tree.leaves(grads) if x.dtype == jnp.float32]
     assert all(np.all(np.isfinite(x)) for x in grads)
     assert max(np.abs(x).max() for x in grads) < 1e3
