@@ -110,8 +110,3 @@ def init_state(
     return TrainState(
         zero, trained, rule.init(trained), jax.random.key_data(key), zero + 0, zero + 0
     )
-
-
-def place_state(state: TrainState, like: TrainState) -> TrainState:
-    """Put a state where `like`, from `abstract_state` on a mesh, has it."""
-    return jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, like)
