@@ -63,16 +63,7 @@ class HybridModel(Model):
     ) -> jax.Array:
         """Hidden states after the final norm, with gated DeltaNet in chunks.
 
-        Args:
-            params: Parameters, as in `params`.
-            tokens: int32 [B, T], in [0, V); an id outside makes its row NaN. Any id at padding.
-            positions: int32 [B, T], from 0 in each segment.
-            segment_ids: int32 [B, T]; 0 = padding, on any side. A token sees the earlier tokens of
-                its own segment, which lie side by side.
-            remat: Recompute each block in the backward pass, for less memory.
-
-        Returns:
-            float32 [B, T, D]; finite at padding, and without meaning there.
+        As `Model.forward`; the tokens of a segment must lie side by side.
         """
         cos, sin = rotation_tables(self.config.rope, self.config.head_dim, positions)
         real, fresh = segment_ids > 0, find_fresh(segment_ids)

@@ -19,6 +19,12 @@ EPSILONS = (0.001, 0.05, 0.3, 1.0, 3.0)
 TRAJECTORIES = [random_trajectory(seed, 1 + seed % 9) for seed in range(12)]
 LENGTH = max(len(t.assemble().tokens) for t in TRAJECTORIES)
 SCORER = Scorer(MODEL, PARAMS)
+SIZES = (
+    {"slots": 16, "rows": 32, "row_tokens": 16},
+    {"slots": 3, "rows": 8, "row_tokens": 4},
+    {"slots": 1, "rows": 1, "row_tokens": 5},
+    {"slots": 2, "rows": 64, "row_tokens": 2},
+)
 
 
 def make(**sizes):
@@ -37,15 +43,7 @@ def assert_same(got, want):
     assert got.tokens_minimum <= got.tokens_forwarded
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"slots": 16, "rows": 32, "row_tokens": 16},
-        {"slots": 3, "rows": 8, "row_tokens": 4},
-        {"slots": 1, "rows": 1, "row_tokens": 5},
-        {"slots": 2, "rows": 64, "row_tokens": 2},
-    ],
-)
+@pytest.mark.parametrize("sizes", SIZES)
 def test_equals_algorithm_1_at_every_threshold(sizes):
     results = {covers[0].id: covers for covers in make(**sizes).run(TRAJECTORIES, EPSILONS)}
     assert sorted(results) == sorted(t.id for t in TRAJECTORIES)
@@ -330,15 +328,7 @@ def test_slots_shrink_with_memory_but_never_vanish():
 RECURRENT = RecurrentToy()
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"slots": 16, "rows": 32, "row_tokens": 16},
-        {"slots": 3, "rows": 8, "row_tokens": 4},
-        {"slots": 1, "rows": 1, "row_tokens": 5},
-        {"slots": 2, "rows": 64, "row_tokens": 2},
-    ],
-)
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("skip", [None, (), (1, 9, 9, 9, 2)])
 def test_a_recurrent_model_continues_from_the_states_that_were_kept(sizes, skip):
     trajectories = [random_trajectory(seed, 2 + seed % 6) for seed in range(8)]
