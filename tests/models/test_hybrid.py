@@ -19,7 +19,7 @@ TINY = ModelConfig(
     2,
     num_key_value_heads=1,
     head_dim=8,
-    rms_norm_eps=1e-5,
+    rms_norm_eps=1e-2,  # or a norm would enlarge the rounding of what is read near 0
     tie_word_embeddings=True,
     layer_types=("linear_attention", "full_attention") * 2,
     linear_num_key_heads=1,
@@ -61,8 +61,8 @@ def put(cache, tokens, slots, starts, counts):
 
 
 def close(got, want):
-    """Equal but for rounding; a norm after a state that is read near 0 makes more of it."""
-    np.testing.assert_allclose(got, want, atol=3e-5)
+    """Equal but for rounding."""
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ TEXT = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
     "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
+    "rms_norm_eps": 1e-2,  # or a norm would enlarge the rounding of what is read near 0
     "rope_parameters": {
         "rope_theta": 1e5,
         "rope_type": "default",
