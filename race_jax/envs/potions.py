@@ -15,9 +15,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
+from race_jax.envs.base import Call, Step
 from race_jax.envs.potion_text import ARGUMENTS, DONE, SYSTEM, TOOLS, WRONG
 from race_jax.types import Message, TokenTrajectory, TokenTurn, Trajectory
 
@@ -51,18 +52,12 @@ class PotionShopConfig:
             raise ValueError(f"empty_shelf is {self.empty_shelf}; it is a probability in [0, 1]")
 
 
-class Step(NamedTuple):
-    """What one action brings.
-
-    Attributes:
-        observation: The world's reply.
-        reward: 1.0 with the last order served, else 0.0.
-        done: Whether the episode is over: all is served, or an action was wrong.
-    """
-
-    observation: str
-    reward: float
-    done: bool
+SPLITS = {
+    "train": range(0, 100_000),
+    "dev": range(100_000, 101_000),
+    "test": range(101_000, 102_000),
+}
+"""The seeds of each split."""
 
 
 class _Turn(NamedTuple):
@@ -82,7 +77,9 @@ class PotionShop:
         config: Size and difficulty.
     """
 
+    name = "potions"
     system = "".join(SYSTEM)
+    reward_range = (0.0, 1.0)
     tools = TOOLS
 
     def __init__(self, config: PotionShopConfig | None = None):
@@ -91,18 +88,35 @@ class PotionShop:
         self._turn = 0
         self._done = True
 
-    def reset(self, seed: int) -> str:
-        """Start the episode of `seed` and return its task text.
+    def tasks(self, split: str) -> Sequence[str]:
+        """Names of a split's tasks, which are seeds.
+
+        Raises:
+            ValueError: There is no such split.
+        """
+        if split not in SPLITS:
+            raise ValueError(f"there is no split {split!r}; potions has {', '.join(SPLITS)}")
+        return [str(seed) for seed in SPLITS[split]]
+
+    def reset(self, task: str) -> str:
+        """Start an episode and return its task text.
 
         Args:
-            seed: Any integer; equal seeds give equal tasks.
+            task: An integer as text; equal ones give equal tasks.
+
+        Raises:
+            ValueError: `task` is no integer.
         """
-        task, self._script = _draw(random.Random(f"potions {seed}"), self.config)
+        try:
+            seed = int(task)
+        except ValueError:
+            raise ValueError(f"there is no task {task!r}; potions takes an integer") from None
+        text, self._script = _draw(random.Random(f"potions {seed}"), self.config)
         self._turn = 0
         self._done = False
-        return task
+        return text
 
-    def step(self, call: Mapping[str, Any]) -> Step:
+    def step(self, call: Call) -> Step:
         """Carry out one tool call.
 
         Args:
@@ -113,7 +127,7 @@ class PotionShop:
             ValueError: The episode is over or was never started.
         """
         if self._done:
-            raise ValueError("the episode is over; call reset(seed) before the next step")
+            raise ValueError("the episode is over; call reset(task) before the next step")
         right = self._script[self._turn]
         expected = {ARGUMENTS[right.name]: right.argument}
         if call.get("name") != right.name or call.get("arguments") != expected:
@@ -121,7 +135,10 @@ class PotionShop:
             return Step(WRONG, 0.0, True)
         self._turn += 1
         self._done = self._turn == len(self._script)
-        return Step(right.observation, float(self._done), self._done)
+        return Step(right.observation, float(self._done), self._done, self._done)
+
+    def close(self) -> None:
+        """There is nothing to free."""
 
     def oracle(self) -> tuple[str, str, dict[str, str], bool]:
         """The right next turn: reasoning, tool name, arguments, and whether reasoning is needed.
@@ -130,7 +147,7 @@ class PotionShop:
             ValueError: The episode is over or was never started.
         """
         if self._done:
-            raise ValueError("the episode is over; call reset(seed) before oracle()")
+            raise ValueError("the episode is over; call reset(task) before oracle()")
         turn = self._script[self._turn]
         return turn.reasoning, turn.name, {ARGUMENTS[turn.name]: turn.argument}, turn.needed
 
@@ -147,20 +164,20 @@ def oracle_trajectory(seed: int, config: PotionShopConfig | None = None) -> Traj
         reasoning is needed by construction.
     """
     world = PotionShop(config)
-    messages = _opening(world.reset(seed))
+    messages = _opening(world.reset(str(seed)))
     needed: list[bool] = []
-    done, reward = False, 0.0
+    done, reward, success = False, 0.0, False
     while not done:
         reasoning, name, arguments, need = world.oracle()
         needed.append(need)
-        observation, reward, done = world.step({"name": name, "arguments": arguments})
+        observation, reward, done, success = world.step({"name": name, "arguments": arguments})
         messages += _exchange(len(needed), reasoning, name, arguments, observation)
     return Trajectory(
         id=f"potions/{seed}",
         messages=tuple(messages),
         tools=world.tools,
         reward=reward,
-        success=reward == 1.0,
+        success=success,
         extra={"env": "potions", "seed": seed, "needed": needed},
     )
 
@@ -212,7 +229,7 @@ def _opening(task: str) -> list[Message]:
 
 
 def _exchange(
-    number: int, reasoning: str, name: str, arguments: Mapping[str, str], observation: str
+    number: int, reasoning: str, name: str, arguments: dict[str, str], observation: str
 ) -> list[Message]:
     """A turn and the reply to it."""
     call_id = f"call_{number}"

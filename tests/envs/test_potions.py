@@ -42,7 +42,7 @@ def solve(world, task):
         nonlocal reward, done
         call = {"name": name, "arguments": {potion_text.ARGUMENTS[name]: argument}}
         made.append(call)
-        reply, reward, done = world.step(call)
+        reply, reward, done, _ = world.step(call)
         return reply
 
     while not done:
@@ -62,7 +62,7 @@ def solve(world, task):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_task_states_every_fact_once_and_they_are_permutations(seed):
-    facts, chain, substitute, order = parse(PotionShop().reset(seed))
+    facts, chain, substitute, order = parse(PotionShop().reset(str(seed)))
     assert len(facts) == len(set(facts)) == 20
     for kind, onto in ("ph", "hs", "sr"):
         sources = [a for a in chain if a[0] == kind]
@@ -76,7 +76,7 @@ def test_a_task_states_every_fact_once_and_they_are_permutations(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_text_alone_is_enough_to_solve_it_and_the_oracle_does_the_same(seed):
     world = PotionShop()
-    made, reward = solve(world, world.reset(seed))
+    made, reward = solve(world, world.reset(str(seed)))
     assert reward == 1.0
     trajectory = oracle_trajectory(seed)
     assert trajectory.success and trajectory.reward == 1.0
@@ -135,7 +135,7 @@ def test_how_often_a_shelf_is_empty_follows_the_setting():
 
 def test_equal_seeds_give_equal_trajectories_and_others_differ():
     assert oracle_trajectory(7) == oracle_trajectory(7)
-    tasks = {PotionShop().reset(seed) for seed in range(200)}
+    tasks = {PotionShop().reset(str(seed)) for seed in range(200)}
     assert len(tasks) == 200
 
 
@@ -152,16 +152,16 @@ def test_equal_seeds_give_equal_trajectories_and_others_differ():
 )
 def test_a_wrong_call_ends_the_episode_without_reward(call):
     world = PotionShop()
-    world.reset(0)
-    assert world.step(call) == ("That was wrong.", 0.0, True)
-    with pytest.raises(ValueError, match=r"call reset\(seed\)"):
+    world.reset("0")
+    assert world.step(call) == ("That was wrong.", 0.0, True, False)
+    with pytest.raises(ValueError, match=r"call reset\(task\)"):
         world.step(call)
-    with pytest.raises(ValueError, match=r"call reset\(seed\)"):
+    with pytest.raises(ValueError, match=r"call reset\(task\)"):
         world.oracle()
 
 
 def test_a_world_that_was_never_reset_refuses_to_step():
-    with pytest.raises(ValueError, match=r"call reset\(seed\)"):
+    with pytest.raises(ValueError, match=r"call reset\(task\)"):
         PotionShop().step({"name": "go", "arguments": {"room": "r1"}})
 
 
@@ -170,7 +170,7 @@ def test_other_sizes_are_solvable(size, orders):
     config = PotionShopConfig(size=size, orders=orders, empty_shelf=0.5)
     world = PotionShop(config)
     for seed in range(20):
-        made, reward = solve(world, world.reset(seed))
+        made, reward = solve(world, world.reset(str(seed)))
         assert reward == 1.0
         assert len(made) in (4 * orders, 4 * orders + 2)
 
@@ -244,3 +244,13 @@ def test_everything_that_is_said_is_in_the_lists_of_words():
     whole = re.compile(f"(?:{'|'.join(map(re.escape, pieces))})+")
     assert all(whole.fullmatch(text) for text in [*texts, "That was wrong."])
     assert "".join(potion_text.SYSTEM) == PotionShop.system
+
+
+def test_splits_share_no_task_and_others_are_refused():
+    world = PotionShop()
+    splits = [world.tasks(split) for split in ("train", "dev", "test")]
+    assert sum(len(tasks) for tasks in splits) == len(set().union(*splits)) == 102_000
+    with pytest.raises(ValueError, match="no split 'all'; potions has train, dev, test"):
+        world.tasks("all")
+    with pytest.raises(ValueError, match="no task 'x'; potions takes an integer"):
+        world.reset("x")
