@@ -169,6 +169,10 @@ class Codec:
             raise ValueError(f"the tokenizer has no single token for {TAGS[mark]}")
         return self._ids[mark]
 
+    def find(self, token: str) -> tuple[int, ...]:
+        """The id of an added token, as a tuple of one; empty if there is no such token."""
+        return tuple(i for i, content in self._control.items() if content == token)[:1]
+
     def encode(self, marked: str) -> tuple[int, ...]:
         """Ids of a marked string; its marks become control ids, and nothing else does.
 

@@ -236,7 +236,8 @@ def _trajectory(
         if chat:
             messages = normalise(chat, "conversations", report, ahead=int(beside))
     elif "messages" in used:
-        messages = normalise(record["messages"], "messages", report)
+        ids = "tokens" in used or "spans" in used
+        messages = normalise(record["messages"], "messages", report, sampled=ids)
     if "tokens" in record and "token_ids" in record and "spans" in record:
         report("form", "both `tokens` and `token_ids` with `spans` are there; keep one")
     if "tokens" in used:

@@ -345,3 +345,16 @@ def test_any_damage_is_a_fault_or_reads_back_equal(tmp_path, record):
     assert len(damaged) // 20 < len(good) < len(damaged)
     write(tmp_path / "y.jsonl", good)
     assert list(read(tmp_path / "y.jsonl")) == good
+
+
+def test_beside_ids_a_message_may_hold_whatever_a_policy_wrote():
+    turns = [m for m in BASE["messages"] if m["role"] == "assistant"]
+    ids = {"reasoning": [], "skip": [], "action": [5], "observation": [6]}
+    both = BASE | {"tokens": {"prompt": [1], "turns": [ids] * len(turns)}}
+    at = next(n for n, m in enumerate(both["messages"]) if m is turns[-1])
+    odd = {"role": "assistant", "content": "<think>\nand so on", "reasoning_content": "x"}
+    for message in ({**odd, "content": ""}, odd):
+        given = edited(both, "messages", at, message)
+        assert from_json(given).messages[at] == message
+        with pytest.raises(ValueError, match="empty-action|think-block"):
+            from_json(edited(given, "tokens", ...))

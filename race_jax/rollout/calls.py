@@ -1,0 +1,80 @@
+"""Whether a call that a policy wrote can be carried out, by the tools' schemas."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError, best_match
+
+from race_jax.jsonl import dumps
+from race_jax.toolcalls import ParsedCall, Tools, check_tools
+from race_jax.trajectory_messages import short
+from race_jax.turns import ParsedTurn
+
+
+class CallChecker:
+    """Checks calls against the schemas of an episode's tools.
+
+    Args:
+        tools: The schemas.
+
+    Raises:
+        ValueError: They are no function schemas with distinct names and valid parameters.
+    """
+
+    def __init__(self, tools: Tools):
+        check_tools(tools)
+        self._validators: dict[str, Draft202012Validator] = {}
+        for tool in tools:
+            function = tool["function"]
+            schema = _closed(function.get("parameters") or {})
+            try:
+                Draft202012Validator.check_schema(schema)
+            except SchemaError as error:
+                raise ValueError(
+                    f"tool {function['name']!r}: its parameters are no JSON Schema: {error.message}"
+                ) from None
+            self._validators[function["name"]] = Draft202012Validator(schema)
+
+    def fault(self, call: ParsedCall) -> str | None:
+        """What keeps a call from being carried out, in words for the policy; None if nothing."""
+        if call.error is not None:
+            return call.error
+        validator = self._validators.get(call.name)
+        if validator is None:
+            known = ", ".join(self._validators) or "none"
+            return f"there is no tool {short(call.name)}; the tools are: {known}"
+        error = best_match(validator.iter_errors(dict(call.arguments)))
+        if error is None:
+            return None
+        where = "".join(f"[{part!r}]" for part in error.absolute_path)
+        return f"wrong arguments for {call.name!r}: {f'at {where}: ' if where else ''}" + (
+            short(error.message, 300).strip("'\"")
+        )
+
+
+def plain_calls(turn: ParsedTurn) -> ParsedTurn:
+    """The turn, in which a call whose arguments have no JSON form counts as malformed.
+
+    NaN and halves of surrogate pairs pass Python's parser, but can be neither sent nor written.
+    """
+    calls = []
+    for call in turn.calls:
+        try:
+            dumps({"arguments": call.arguments})
+        except ValueError:
+            why = "malformed tool call: an argument holds a number or a text that JSON cannot hold"
+            call = dataclasses.replace(call, arguments={}, error=why)
+        calls.append(call)
+    return dataclasses.replace(turn, calls=tuple(calls))
+
+
+def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of an arguments object, which takes no other names unless it says that it does."""
+    closed = {"type": "object", **schema}
+    if "properties" in closed:
+        closed.setdefault("additionalProperties", False)
+    return closed

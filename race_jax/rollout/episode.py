@@ -1,0 +1,311 @@
+"""One episode as a state machine: what has happened so far, and what is to be done next.
+
+It does nothing itself. Whoever drives it sends the `Request` that it asks for to a sampler, carries
+out the `Action` in the environment, and hands back what came of it, until it gives a `Rollout`. The
+ids that were sampled are its history: text is read from them, and none is encoded again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from race_jax.chat import Renderer
+from race_jax.envs.base import Call, Step
+from race_jax.rollout.calls import CallChecker, plain_calls
+from race_jax.rollout.limits import (
+    MAX_REPLY,
+    RolloutConfig,
+    StopReason,
+    bound_text,
+    request_seed,
+)
+from race_jax.rollout.protocol import Completion, Request
+from race_jax.rollout.results import Rollout, TurnNote
+from race_jax.rollout.spans import Spans, split_sampled
+from race_jax.toolcalls import ParsedCall
+from race_jax.trajectory_messages import short
+from race_jax.turns import ParsedTurn
+from race_jax.types import Message, TokenTrajectory, TokenTurn
+
+
+class Job(NamedTuple):
+    """One episode to be run: sample `sample` (from 0) of a task."""
+
+    env: str
+    task: str
+    sample: int
+
+    @property
+    def id(self) -> str:
+        """The name of its trajectory and of its conversation."""
+        return f"{self.env}/{self.task}/{self.sample}"
+
+
+class Opening(NamedTuple):
+    """What an environment says as an episode begins.
+
+    Attributes:
+        system: System prompt, empty for none.
+        tools: Schemas of the tools.
+        reward_range: Least and greatest reward.
+        observation: What the agent is told first.
+    """
+
+    system: str
+    tools: tuple[Mapping[str, Any], ...]
+    reward_range: tuple[float, float]
+    observation: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Action:
+    """A call to be carried out in the environment."""
+
+    call: Call
+
+
+Next = Request | Action | Rollout
+"""What an episode wants next; a `Rollout` says that it is over."""
+
+
+class Episode:
+    """The state of one episode.
+
+    Args:
+        job: Which one.
+        renderer: Messages to ids.
+        config: Limits and sampling.
+        context_length: Most tokens that the sampler takes.
+    """
+
+    def __init__(self, job: Job, renderer: Renderer, config: RolloutConfig, context_length: int):
+        self.job, self.renderer, self.config = job, renderer, config
+        self.room = min(config.max_tokens, context_length)
+        self.last_call: Call | None = None
+        self._stops = tuple(
+            dict.fromkeys((renderer.end_of_turn, *renderer.codec.find("<|endoftext|>")))
+        )
+        self._messages: list[Message] = []
+        self._tools: tuple[Mapping[str, Any], ...] = ()
+        self._prompt: tuple[int, ...] = ()
+        self._context: list[int] = []
+        self._turns: list[TokenTurn] = []
+        self._notes: list[TurnNote] = []
+        self._calls = self._invalid_in_a_row = 0
+        self._reward, self._success = 0.0, False
+        # The turn in hand: its ids, the calls still to be answered, and the replies so far.
+        self._open: tuple[Spans, Completion] | None = None
+        self._waiting: list[tuple[ParsedCall, str | None]] = []
+        self._replies: list[Message] = []
+        self._errors: list[str] = []
+        self._carried = 0
+
+    def begin(self, opening: Opening) -> Next:
+        """Take the environment's opening."""
+        try:
+            self._checker = CallChecker(opening.tools)
+            self._tools = tuple(opening.tools)
+            low, high = opening.reward_range
+            self._reward = min(max(0.0, low), high)
+            told = bound_text(opening.observation, self.config.max_observation)
+            messages = [{"role": "user", "content": told}]
+            if opening.system:
+                messages.insert(0, {"role": "system", "content": opening.system})
+            self._prompt = self.renderer.prompt_ids(messages, self._tools)
+        except ValueError as error:
+            return self.end("env_error", f"the environment's opening is at fault: {error}")
+        self._messages = messages
+        self._context = list(self._prompt)
+        return self._ask()
+
+    def _ask(self) -> Next:
+        """The request for the next turn, if there is room for one."""
+        prompt = self.renderer.generation_prompt if self._turns else ()
+        length = len(self._context) + len(prompt)
+        room = min(self.config.max_turn_tokens, self.room - length)
+        if room < 1:
+            return self.end("length", f"{length} tokens of context leave no room in {self.room}")
+        if self._turns:
+            last = self._turns[-1]
+            self._turns[-1] = dataclasses.replace(last, observation=last.observation + prompt)
+            self._context += prompt
+        job = self.job
+        return Request(
+            conversation=job.id,
+            prompt=tuple(self._context),
+            max_tokens=room,
+            stop=self._stops,
+            seed=request_seed(
+                self.config.seed, f"{job.env}/{job.task}", job.sample, len(self._turns)
+            ),
+            sampling=self.config.sampling,
+        )
+
+    def sampled(self, completion: Completion) -> Next:
+        """Take what the sampler gave for the request."""
+        fault = _completion_fault(completion)
+        if fault:
+            return self.end("sampler_error", fault)
+        ids = completion.tokens
+        truncated = completion.reason == "length" and ids[-1] not in self._stops
+        spans = split_sampled(ids, self.renderer)
+        own = ids[:-1] if ids[-1] in self._stops else ids
+        parsed = plain_calls(self.renderer.parse_turn(own, self._tools, first_call=self._calls + 1))
+        self._calls += len(parsed.calls)
+        self._messages.append(parsed.message())
+        self._open = spans, completion
+        self._replies, self._errors, self._carried = [], [], 0
+        self._waiting = [
+            (call, self._refusal(n, call, truncated)) for n, call in enumerate(parsed.calls)
+        ]
+        if not parsed.calls:
+            self._answer(None, self._no_call(parsed, truncated))
+        return self._go_on()
+
+    def _refusal(self, n: int, call: ParsedCall, truncated: bool) -> str | None:
+        """Why call `n` of a turn is not carried out; None if it is."""
+        if truncated:
+            return f"not carried out: {self._cut_off()}"
+        if n and self.config.calls_per_turn == "one":
+            return "not carried out: one call per turn; make the next call in the next turn"
+        return self._checker.fault(call)
+
+    def _cut_off(self) -> str:
+        return f"the turn was cut off at {len(self._taken().tokens)} tokens; be shorter"
+
+    def _no_call(self, parsed: ParsedTurn, truncated: bool) -> str:
+        if truncated:
+            return self._cut_off()
+        return parsed.error or "no tool was called; call one of the tools"
+
+    def _taken(self) -> Completion:
+        assert self._open is not None
+        return self._open[1]
+
+    def _answer(self, call: ParsedCall | None, error: str) -> None:
+        """Answer what is not carried out, in a bounded message."""
+        self._errors.append(error[:MAX_REPLY])
+        self._reply(call, "Error: " + bound_text(error, MAX_REPLY))
+
+    def _reply(self, call: ParsedCall | None, content: str) -> None:
+        message: Message = {"role": "user", "content": content}
+        if call is not None:
+            message = {"role": "tool", "tool_call_id": call.id, "content": content}
+            if call.name:
+                message["name"] = call.name
+        self._messages.append(message)
+        self._replies.append(message)
+
+    def _go_on(self) -> Next:
+        """The next call of the turn in hand, or else the turn's end."""
+        while self._waiting:
+            call, refusal = self._waiting[0]
+            if refusal is None:
+                self.last_call = {"name": call.name, "arguments": dict(call.arguments)}
+                return Action(self.last_call)
+            self._waiting.pop(0)
+            self._answer(call, refusal)
+        self._invalid_in_a_row = 0 if self._carried else self._invalid_in_a_row + 1
+        return self._turn_over()
+
+    def stepped(self, step: Step) -> Next:
+        """Take what the environment made of the last `Action`."""
+        call, _ = self._waiting.pop(0)
+        self._carried += 1
+        try:
+            observation = bound_text(step.observation, self.config.max_observation)
+            reward = float(step.reward)
+            if not math.isfinite(reward):
+                raise ValueError(f"the reward is {reward}; it must be finite")
+        except (TypeError, ValueError) as error:
+            return self.end("env_error", f"the environment's reply is at fault: {error}")
+        self._reward, self._success = reward, bool(step.success)
+        self._reply(call, observation)
+        if not step.done:
+            return self._go_on()
+        for call, _ in self._waiting:
+            self._answer(call, "not carried out: the episode is over")
+        self._waiting = []
+        return self.end("done")
+
+    def _turn_over(self) -> Next:
+        self._close_turn()
+        if self._invalid_in_a_row >= self.config.max_invalid:
+            return self.end("invalid_calls")
+        if len(self._turns) >= self.config.max_turns:
+            return self.end("max_turns")
+        return self._ask()
+
+    def _close_turn(self) -> None:
+        """Put the turn in hand to the others."""
+        assert self._open is not None
+        spans, completion = self._open
+        renderer = self.renderer
+        # What the policy left out to end its turn is not its own, so it goes to the observation.
+        forced = () if completion.tokens[-1] == renderer.end_of_turn else (renderer.end_of_turn,)
+        observation: tuple[int, ...] = ()
+        if self._replies:
+            answer = renderer.observation_ids(self._replies)
+            observation = forced + answer[: len(answer) - len(renderer.generation_prompt)]
+        skip = renderer.skip_ids if spans.reasoning else spans.skip
+        self._turns.append(TokenTurn(spans.reasoning, skip, spans.action, observation))
+        reasoning = len(spans.reasoning) - renderer.opener_len if spans.reasoning else 0
+        self._notes.append(
+            TurnNote(
+                logprobs=completion.logprobs,
+                reasoning_tokens=reasoning if spans.begun else len(completion.tokens),
+                truncated=completion.reason == "length",
+                carried_out=self._carried,
+                errors=tuple(self._errors),
+            )
+        )
+        self._context += completion.tokens + observation
+        self._open = None
+
+    def end(self, stop: StopReason, error: str | None = None) -> Rollout:
+        """End the episode here; the reward is the environment's last.
+
+        Args:
+            stop: Why.
+            error: More about it.
+        """
+        if self._open is not None:
+            self._close_turn()
+        if self._turns and len(self._context) > self.room:
+            # No one reads what follows the last turn, so it need not break the limit.
+            self._turns[-1] = dataclasses.replace(self._turns[-1], observation=())
+        tokens = None
+        if self._turns:
+            tokens = TokenTrajectory(self.job.id, self._prompt, tuple(self._turns))
+        return Rollout(
+            id=self.job.id,
+            env=self.job.env,
+            task=self.job.task,
+            sample=self.job.sample,
+            messages=tuple(self._messages),
+            tools=self._tools,
+            reward=self._reward,
+            success=self._success,
+            stop=stop,
+            error=error,
+            tokens=tokens,
+            notes=tuple(self._notes),
+        )
+
+
+def _completion_fault(completion: Completion) -> str | None:
+    """What makes a completion unusable; None if nothing does."""
+    if completion.reason == "error":
+        return completion.error or "the request failed"
+    if not completion.tokens:
+        return f"the sampler returned no ids, and the reason {completion.reason!r}"
+    if len(completion.logprobs) != len(completion.tokens):
+        return (
+            f"the sampler returned {len(completion.tokens)} ids and {len(completion.logprobs)} "
+            "log-probs"
+        )
+    bad = next((value for value in completion.logprobs if not math.isfinite(value)), None)
+    return None if bad is None else f"the sampler returned the log-prob {short(bad)}"

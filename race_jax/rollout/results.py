@@ -1,0 +1,300 @@
+"""Finished episodes: as objects, as records that are trajectories too, in groups and in files."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast, get_args
+
+from race_jax.jsonl import JsonlLog
+from race_jax.rollout.limits import FAULTS, StopReason
+from race_jax.trajectories import from_json, to_json
+from race_jax.types import Message, TokenTrajectory, Trajectory
+
+KEY = "rollout"
+"""Key of a record under which all stands that a trajectory of another source does not have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnNote:
+    """What is known of a sampled turn beside its ids.
+
+    Attributes:
+        logprobs: One per sampled id, those of reasoning (or skip) and action, in nats.
+        reasoning_tokens: Ids of reasoning, its closing included; 0 in a SKIP turn.
+        truncated: Whether a limit cut the turn off.
+        carried_out: Calls that the environment carried out.
+        errors: Why other calls, or the turn, were not carried out, as the policy was told.
+    """
+
+    logprobs: tuple[float, ...]
+    reasoning_tokens: int
+    truncated: bool
+    carried_out: int
+    errors: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """A finished episode.
+
+    Attributes:
+        id: `env/task/sample`.
+        env: Name of the environment.
+        task: Name of the task.
+        sample: Which of the task's samples, from 0.
+        messages: The chat, with each text as the environment and the policy wrote it.
+        tools: Schemas of the tools.
+        reward: The episode's return where it ended.
+        success: Whether the task was solved.
+        stop: Why it ended.
+        error: What failed, if something did.
+        tokens: The ids; None if there is no turn.
+        notes: One per turn.
+        seconds: How long it took.
+    """
+
+    id: str
+    env: str
+    task: str
+    sample: int
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...]
+    reward: float
+    success: bool
+    stop: StopReason
+    error: str | None
+    tokens: TokenTrajectory | None
+    notes: tuple[TurnNote, ...]
+    seconds: float = 0.0
+
+    @property
+    def faulty(self) -> bool:
+        """Whether environment or sampler spoilt it."""
+        return self.stop in FAULTS
+
+    def record(self, settings: str = "") -> dict[str, Any]:
+        """The record of a file, which `race_jax.trajectories` reads too if there is a turn.
+
+        Args:
+            settings: Digest of the settings that it was made under.
+        """
+        extra = {
+            KEY: {
+                "env": self.env,
+                "task": self.task,
+                "sample": self.sample,
+                "stop": self.stop,
+                "error": self.error,
+                "seconds": round(self.seconds, 3),
+                "settings": settings,
+                "turns": [dataclasses.asdict(note) for note in self.notes],
+            }
+        }
+        return to_json(
+            Trajectory(
+                id=self.id,
+                messages=self.messages,
+                tools=self.tools,
+                reward=self.reward,
+                success=self.success,
+                extra=extra,
+                tokens=self.tokens,
+            )
+        )
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Rollout:
+        """The rollout of a record.
+
+        Raises:
+            ValueError: The record is not one that `record` makes.
+        """
+        name, notes = record.get("id"), record.get(KEY)
+        if not isinstance(notes, Mapping) or notes.get("stop") not in get_args(StopReason):
+            raise ValueError(f"the record {name!r} is no rollout: it has no `{KEY}` with a `stop`")
+        turns = notes.get("turns", ())
+        # Without a turn it is no trajectory, so only its bare facts can be read.
+        trajectory = from_json(record) if turns else Trajectory(str(name), ())
+        if len(turns) != (len(trajectory.tokens.turns) if trajectory.tokens else 0):
+            raise ValueError(f"the rollout {name!r} has notes on {len(turns)} turns, not on all")
+        try:
+            return cls(
+                id=trajectory.id,
+                env=notes["env"],
+                task=notes["task"],
+                sample=notes["sample"],
+                messages=trajectory.messages,
+                tools=trajectory.tools,
+                reward=float(record["reward"]),
+                success=bool(record["success"]),
+                stop=cast(StopReason, notes["stop"]),
+                error=notes.get("error"),
+                tokens=trajectory.tokens,
+                notes=tuple(
+                    TurnNote(
+                        tuple(turn["logprobs"]),
+                        turn["reasoning_tokens"],
+                        turn["truncated"],
+                        turn["carried_out"],
+                        tuple(turn["errors"]),
+                    )
+                    for turn in turns
+                ),
+                seconds=notes.get("seconds", 0.0),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"the rollout {name!r} cannot be read: {error!r}") from None
+
+
+class Group(NamedTuple):
+    """All samples of a task, spoilt ones too.
+
+    Attributes:
+        env: Name of the environment.
+        task: Name of the task.
+        rollouts: By sample.
+    """
+
+    env: str
+    task: str
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def usable(self) -> tuple[Rollout, ...]:
+        """Those that hold a turn and that neither environment nor sampler spoilt."""
+        return tuple(r for r in self.rollouts if r.tokens is not None and not r.faulty)
+
+
+def gather(rollouts: Iterable[Rollout], samples: int) -> Iterator[Group]:
+    """Put rollouts together by task.
+
+    Args:
+        rollouts: In any order.
+        samples: How many there are of each task.
+
+    Yields:
+        Each group as soon as it is complete, and at the end those that never were.
+    """
+    open_groups: dict[tuple[str, str], list[Rollout]] = {}
+    for rollout in rollouts:
+        key = rollout.env, rollout.task
+        group = open_groups.setdefault(key, [])
+        group.append(rollout)
+        if len(group) == samples:
+            yield _group(open_groups.pop(key))
+    for group in open_groups.values():
+        yield _group(group)
+
+
+def _group(rollouts: Sequence[Rollout]) -> Group:
+    ordered = sorted(rollouts, key=lambda rollout: rollout.sample)
+    return Group(ordered[0].env, ordered[0].task, tuple(ordered))
+
+
+def digest_settings(settings: Mapping[str, Any]) -> str:
+    """A short name for exactly these settings, which must be ready for JSON."""
+    text = json.dumps(settings, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:12]
+
+
+class RolloutFile:
+    """A file of rollouts that a stopped run continues; a context manager.
+
+    Rollouts without a single turn are no trajectories. They go to a file beside it, whose name ends
+    in `.failed.jsonl`, and are run again.
+
+    Attributes:
+        path: The file.
+        done: Names of the rollouts that it holds.
+    """
+
+    def __init__(self, path: str | Path, settings: Mapping[str, Any]):
+        """Open the file, or make it.
+
+        Args:
+            path: The file.
+            settings: All that decides the rollouts.
+
+        Raises:
+            ValueError: The file holds something else, or rollouts made under other settings.
+            OSError: It cannot be opened.
+        """
+        self.path = Path(path)
+        self.failed = self.path.with_suffix(".failed.jsonl")
+        self.settings = digest_settings(settings)
+        self.done: set[str] = set()
+        self._log = JsonlLog(self.path, owns=lambda record: KEY in record)
+        try:
+            for number, record in enumerate(self._log.records(), 1):
+                self._note(number, record)
+            self._failures = JsonlLog(self.failed, owns=lambda record: KEY in record)
+        except BaseException:
+            self._log.close()
+            raise
+
+    def _note(self, number: int, record: Mapping[str, Any]) -> None:
+        notes = record.get(KEY)
+        if not isinstance(notes, Mapping) or "id" not in record:
+            raise ValueError(
+                f"{self.path}, line {number} is no rollout; name another file for rollouts"
+            )
+        if notes.get("settings") != self.settings:
+            raise ValueError(
+                f"{self.path} holds rollouts made under other settings; continue under the same, "
+                "or name another file"
+            )
+        self.done.add(record["id"])
+
+    def append(self, rollout: Rollout) -> None:
+        """Add a rollout; when this returns, it is on disk."""
+        log = self._log if rollout.tokens is not None else self._failures
+        log.append(rollout.record(self.settings))
+        if rollout.tokens is not None:
+            self.done.add(rollout.id)
+
+    def close(self) -> None:
+        """Release the files; the one of failures goes if it is empty."""
+        self._log.close()
+        self._failures.close()
+        if self.failed.exists() and self.failed.stat().st_size == 0:
+            self.failed.unlink()
+
+    def __enter__(self) -> RolloutFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_rollouts(path: str | Path) -> Iterator[Rollout]:
+    """Read a file of rollouts, and then those beside it that failed without a turn.
+
+    A failure counts only if no later try came to a turn.
+
+    Raises:
+        ValueError: A line is no rollout; the message names it.
+        OSError: The file cannot be read.
+    """
+    seen: set[str] = set()
+    for rollout in _read(Path(path)):
+        seen.add(rollout.id)
+        yield rollout
+    failed = Path(path).with_suffix(".failed.jsonl")
+    if failed.exists():
+        latest = {rollout.id: rollout for rollout in _read(failed)}
+        yield from (rollout for name, rollout in latest.items() if name not in seen)
+
+
+def _read(path: Path) -> Iterator[Rollout]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                yield Rollout.from_record(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
