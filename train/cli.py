@@ -43,6 +43,14 @@ COMMANDS = {
         "run_plan",
         "say what a run needs of each chip of a TPU slice, on a machine that has none",
     ),
+    ("evaluate",): Command(
+        "race_jax.train.evaluate_cli",
+        "evaluate",
+        "play an environment's tasks with a model, and measure success and reasoning",
+    ),
+    ("compare",): Command(
+        "race_jax.train.evaluate_cli", "compare", "put several evaluations into one table and plot"
+    ),
     ("report",): Command(
         "race_jax.train.report_cli", "report", "turn LoGiC's output into one readable page"
     ),
@@ -55,7 +63,7 @@ COMMANDS = {
 }
 """Every command, by the words that call it."""
 
-POSITIONAL = {"report", "check", "convert", "export"}
+POSITIONAL = {"report", "check", "convert", "export", "compare"}
 """Functions whose required parameters are given without a flag."""
 
 
@@ -95,7 +103,12 @@ def call(function: Callable[..., int], arguments: Sequence[str], words: str) -> 
     parser = ArgumentParser(prog=f"race-jax {words}", description=first_line(function))
     settings = settings_of(function)
     if settings is None:
-        parser.add_function_arguments(function, as_positional=function.__name__ in POSITIONAL)
+        # The parser would take a list of words for one word that holds a list.
+        lists = [name for name, hint in get_type_hints(function).items() if hint == list[str]]
+        for name in lists:
+            parser.add_argument(name, nargs="+", type=str, metavar="FILE", help="one or more")
+        positional = function.__name__ in POSITIONAL
+        parser.add_function_arguments(function, as_positional=positional, skip=set(lists))
     else:
         parser.add_argument("--config", action="config", help="a YAML file of settings")
         parser.add_class_arguments(settings, as_group=False)

@@ -58,7 +58,9 @@ def request(name="a", prompt=(1, 2, 3), **changes):
 
 
 def sampler_of(server, kind, **changes):
-    return HttpSampler(kind, server.address, **{"timeout": 1.0, "pause": 0.01, "concurrency": 8, **changes})
+    return HttpSampler(
+        kind, server.address, **{"timeout": 1.0, "pause": 0.01, "concurrency": 8, **changes}
+    )
 
 
 def drain(sampler):

@@ -1,0 +1,249 @@
+"""`race-jax evaluate` and `race-jax compare` end to end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from env_servers import free_port, serving
+from rollout_samples import potion_oracle, word_renderer
+
+from race_jax.chat import renderer_for
+from race_jax.envs.factory import EnvironmentConfig, make_environment
+from race_jax.envs.potion_text import words
+from race_jax.envs.potions import PotionShop
+from race_jax.envs.word_tokenizer import word_tokenizer
+from race_jax.models import ModelConfig, init_model, save_model
+from race_jax.rollout.protocol import Request
+from race_jax.rollout.results import read_rollouts
+from race_jax.tokenizer import load_tokenizer
+from race_jax.train.cli import main
+from race_jax.train.evaluate_cli import spread
+from race_jax.trajectories import read
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    """A tiny checkpoint with random weights, in the ordinary format."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = word_tokenizer(words(5))
+    config = ModelConfig.from_hf(
+        {
+            "model_type": "qwen3",
+            "vocab_size": len(tokenizer),
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 1024,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": True,
+        }
+    )
+    save_model(init_model(config, 0), path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def settings(tmp_path, model_dir, name="out", **changes):
+    given = {
+        "model": model_dir,
+        "out": str(tmp_path / f"{name}.jsonl"),
+        "env": {"name": "potions"},
+        "count": 3,
+        "rollout": {"max_turn_tokens": 100, "max_tokens": 1000},
+        **changes,
+    }
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(given))
+    return ["evaluate", "--config", str(path)]
+
+
+def potion_server(delay=0.0):
+    """Answers as vLLM does and plays the potion shop, telling tasks by their text."""
+    renderer = word_renderer()
+    oracle = potion_oracle(renderer, lambda turn: turn % 2 == 0)
+    openings, plays = {}, {}
+
+    def opening(task):
+        world = PotionShop()
+        told = [
+            {"role": "system", "content": world.system},
+            {"role": "user", "content": world.reset(task)},
+        ]
+        return renderer.prompt_ids(told, world.tools)
+
+    def answer(method, route, body):
+        if route == "/v1/models":
+            return {"data": [{"id": "toy", "max_model_len": 5000}]}
+        time.sleep(delay)
+        prompt = tuple(body["prompt"])
+        if not openings:
+            openings.update({task: opening(task) for task in PotionShop().tasks("test")})
+        task = next(t for t, ids in openings.items() if prompt[: len(ids)] == ids)
+        # The first turn of a task begins it anew.
+        turn = 0 if prompt == openings[task] else plays[task] + 1
+        plays[task] = turn
+        ids = list(oracle(Request(f"potions/{task}/0", (1,), 1, (), 0), turn))
+        logprobs = {"token_logprobs": [-0.25] * len(ids)}
+        choice = {"token_ids": ids, "logprobs": logprobs, "finish_reason": "stop"}
+        return {"choices": [choice]}
+
+    return answer
+
+
+def on_server(server):
+    return {"kind": "vllm", "address": server.address, "concurrency": 4}
+
+
+def test_a_random_checkpoint_is_evaluated_here(tmp_path, model_dir, capsys):
+    pytest.importorskip("race_jax.models.sampler")
+    sampler = {"kind": "local", "slots": 2, "chunk": 64}
+    call = settings(tmp_path, model_dir, sampler=sampler, samples=2, rollout={
+        "max_turn_tokens": 6, "max_tokens": 900, "max_turns": 4, "max_invalid": 2,
+    })  # fmt: skip
+    assert main(call) == 0
+    rollouts = {r.id: r for r in read_rollouts(tmp_path / "out.jsonl")}
+    assert len(rollouts) == 6 and len({r.task for r in rollouts.values()}) == 3
+    assert {r.stop for r in rollouts.values()} <= {"invalid_calls", "done", "max_turns"}
+    known = len(load_tokenizer(model_dir))
+    for r in rollouts.values():
+        turn = r.tokens.turns[0]
+        assert max(turn.action) < known
+        assert all(logprob <= 0 for logprob in r.notes[0].logprobs)
+    shown = capsys.readouterr().out
+    assert "6 episodes" in shown and "out: " in shown
+    before = (tmp_path / "out.jsonl").read_bytes()
+    assert main(call) == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    again = settings(tmp_path, model_dir, "again", sampler={**sampler, "slots": 1}, samples=2,
+                     rollout={"max_turn_tokens": 6, "max_tokens": 900, "max_turns": 4,
+                              "max_invalid": 2}, in_flight=3)  # fmt: skip
+    assert main(again) == 0
+    for r in read_rollouts(tmp_path / "again.jsonl"):
+        assert (r.tokens, r.stop) == (rollouts[r.id].tokens, rollouts[r.id].stop)
+
+
+def test_results_of_a_server_are_measured_and_compared(tmp_path, model_dir, capsys):
+    with serving(potion_server()) as server:
+        for name, count in (("few", 3), ("more", 5)):
+            call = settings(tmp_path, model_dir, name, count=count, sampler=on_server(server))
+            assert main(call) == 0
+    summary = json.loads((tmp_path / "few.summary.json").read_text())
+    assert (summary["episodes"], summary["success"], summary["stops"]) == (3, 1.0, {"done": 3})
+    turns = [len(r.notes) for r in read_rollouts(tmp_path / "few.jsonl")]
+    skipped = sum(count // 2 for count in turns)
+    assert summary["skip_ratio"] == pytest.approx(skipped / sum(turns))
+    resolved = json.loads((tmp_path / "few.settings.json").read_text())
+    assert (resolved["rollout"]["max_turns"], resolved["split"]) == (30, "test")
+    assert all(t.success for t in read(tmp_path / "few.jsonl", strict=True))
+    capsys.readouterr()
+    files = [str(tmp_path / "few.jsonl"), str(tmp_path / "more.jsonl")]
+    assert main(["compare", *files, "--plot", str(tmp_path / "plot.png")]) == 0
+    shown = capsys.readouterr().out
+    assert "few" in shown and "more" in shown and "100.0 %" in shown
+    assert "different numbers of tasks" in shown
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+    assert main(["compare", *files, "--plot", files[0]]) == 2
+    assert "would replace a result" in capsys.readouterr().err
+
+
+def test_a_stopped_evaluation_goes_on(tmp_path, model_dir):
+    with serving(potion_server(delay=0.05)) as server:
+        sampler = {**on_server(server), "concurrency": 1}
+        call = settings(tmp_path, model_dir, count=30, in_flight=1, sampler=sampler)
+        command = [sys.executable, "-m", "race_jax.train.cli", *call]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        out = tmp_path / "out.jsonl"
+        until = time.monotonic() + 60
+        while time.monotonic() < until and not (out.exists() and out.stat().st_size):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        shown, _ = process.communicate(timeout=60)
+        assert process.returncode == 130 and "the same command goes on from there" in shown
+        done = [r.id for r in read_rollouts(out)]
+        assert 1 <= len(done) < 30
+        faster = settings(tmp_path, model_dir, count=30, in_flight=8, sampler=on_server(server))
+        assert main(faster) == 0
+    everything = [r.id for r in read_rollouts(out)]
+    assert everything[: len(done)] == done and len(set(everything)) == 30 == len(everything)
+
+
+def test_a_failed_request_is_told_and_the_rest_is_kept(tmp_path, model_dir, capsys):
+    with serving(potion_server()) as server:
+        server.faults["/v1/completions"] = [lambda handler: handler.reply(400, b'"no"')]
+        call = settings(tmp_path, model_dir, sampler=on_server(server))
+        assert main(call) == 1
+        shown = capsys.readouterr().out
+        assert "sampler_error" in shown and "400" in shown
+        assert len(list(read_rollouts(tmp_path / "out.jsonl"))) == 3
+        # It came to no turn, so it is played now.
+        assert main(call) == 0
+    assert {r.success for r in read_rollouts(tmp_path / "out.jsonl")} == {True}
+
+
+FAULTS = [
+    ({"env": {"name": "chess"}}, "there is no environment 'chess'"),
+    ({"env": {"name": "potions", "settings": {"sizes": 3}}}, "no setting 'sizes'; it has size"),
+    ({"env": {"name": "potions", "settings": {"size": 1}}}, "size is 1"),
+    ({"split": "exam"}, "there is no split 'exam'"),
+    ({"count": 0}, "count is 0"),
+    ({"sampler": {"kind": "vllm"}}, "needs the server's"),
+    ({"sampler": {"address": "http://127.0.0.1:1"}}, "takes none"),
+    ({"out": "here.txt"}, "ends in .jsonl"),
+    ({"rollout": {"max_turns": 0}}, "max_turns is 0"),
+    ({"model": "nowhere"}, "nowhere"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), FAULTS)
+def test_bad_settings_are_told_before_anything_is_written(
+    tmp_path, model_dir, capsys, changes, message
+):
+    assert main(settings(tmp_path, model_dir, **changes)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_servers_that_are_down_are_named(tmp_path, model_dir, capsys):
+    address = f"http://127.0.0.1:{free_port()}"
+    call = settings(tmp_path, model_dir, sampler={"kind": "sglang", "address": address})
+    assert main(call) == 2
+    assert address in capsys.readouterr().err
+    env = {"name": "agentgym-webshop", "settings": {"address": address}}
+    assert main(settings(tmp_path, model_dir, "other", env=env)) == 2
+    assert address in capsys.readouterr().err
+
+
+def test_other_settings_do_not_go_on_in_a_file(tmp_path, model_dir, capsys):
+    with serving(potion_server()) as server:
+        assert main(settings(tmp_path, model_dir, sampler=on_server(server))) == 0
+        changed = {"rollout": {"max_turn_tokens": 100, "max_tokens": 1000, "seed": 1}}
+        assert main(settings(tmp_path, model_dir, sampler=on_server(server), **changed)) == 2
+    assert "made under other settings" in capsys.readouterr().err
+
+
+def test_tasks_are_taken_evenly():
+    tasks = [str(n) for n in range(10)]
+    assert spread(tasks, 4) == ["0", "2", "5", "7"]
+    assert spread(tasks, 10) == spread(tasks, 99) == spread(tasks, None) == tasks
+
+
+def test_environments_by_name():
+    env = make_environment("potions", {"size": 4, "orders": 2})
+    assert (env.name, env.config.size) == ("potions", 4)
+    assert EnvironmentConfig("webshop").processes == 0
+    assert EnvironmentConfig("scienceworld").processes == 4
+    assert EnvironmentConfig("scienceworld", workers=2).processes == 2
+    shop = make_environment("webshop", {})
+    assert shop.tasks("test") and renderer_for(word_tokenizer(["x"]), "qwen3").prompt_ids(
+        [{"role": "user", "content": "x"}], shop.tools
+    )
