@@ -51,6 +51,11 @@ COMMANDS = {
     ("compare",): Command(
         "race_jax.train.evaluate_cli", "compare", "put several evaluations into one table and plot"
     ),
+    ("search-server",): Command(
+        "race_jax.train.search_cli",
+        "search_server",
+        "serve a corpus of documents for searching, with Search-R1's route",
+    ),
     ("report",): Command(
         "race_jax.train.report_cli", "report", "turn LoGiC's output into one readable page"
     ),
