@@ -169,10 +169,15 @@ class Service:
         where: str,
     ) -> Any:
         url = self.address + route
+        # Escaped, so that half of a surrogate pair, which a call can hold, is sent all the same.
+        content = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
         deadline = time.monotonic() + self._timeout
         held = bytearray()
         try:
-            with self._client.stream(method, url, json=body, params=params or None) as reply:
+            with self._client.stream(
+                method, url, content=content, headers=headers, params=params or None
+            ) as reply:
                 for piece in reply.iter_bytes():
                     held += piece
                     # A server that sends a byte now and then never runs into httpx's time-out.

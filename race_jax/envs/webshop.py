@@ -31,7 +31,8 @@ _FULL_TEST, _FULL_DEV = 500, 1000
 _OWN_TEST, _OWN_DEV = 20, 20
 
 
-def _tool(name: str, purpose: str, argument: str, meaning: str) -> dict[str, Any]:
+def tool(name: str, purpose: str, argument: str, meaning: str) -> dict[str, Any]:
+    """Schema of a tool with one text argument."""
     parameters = {
         "type": "object",
         "properties": {argument: {"type": "string", "description": meaning}},
@@ -42,8 +43,8 @@ def _tool(name: str, purpose: str, argument: str, meaning: str) -> dict[str, Any
 
 
 TOOLS = (
-    _tool("search", "Search the shop for products.", "keywords", "Words to search for."),
-    _tool(
+    tool("search", "Search the shop for products.", "keywords", "Words to search for."),
+    tool(
         "click",
         "Click on a button, a product's code or an option's value of the current page.",
         "item",

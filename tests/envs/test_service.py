@@ -44,6 +44,7 @@ def test_requests_and_replies(server):
     got = ask.post("/step", {"id": 3, "text": "ü"})
     assert got == {"method": "POST", "route": "/step", "body": {"id": 3, "text": "ü"}}
     assert ask.get("/state", id=3)["body"] == {"id": "3"}
+    assert ask.post("/step", {"text": "half \ud83d"})["body"] == {"text": "half \ud83d"}
     ask.close()
     assert ask.post("/step", {})["route"] == "/step"
 
