@@ -1,10 +1,15 @@
 import ast
+import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 
+import appworld_toy
 import pytest
 from env_servers import NoRoute, broken, dropped, free_port, html, saying, serving, slow
 
@@ -394,14 +399,71 @@ COUNTS = {
 }
 
 
-@pytest.mark.skipif(
+installed = pytest.mark.skipif(
     "APPWORLD_PYTHON" not in os.environ,
     reason="APPWORLD_PYTHON does not name the Python of an environment with AppWorld installed",
 )
+
+
+def with_appworld(script, *arguments, folder):
+    command = [os.environ["APPWORLD_PYTHON"], script, *map(str, arguments)]
+    subprocess.run(command, check=True, cwd=folder, capture_output=True)
+
+
+@pytest.fixture
+def real_server(tmp_path):
+    """The released package's own server with a task of our own."""
+    with_appworld(appworld_toy.__file__, tmp_path, folder=tmp_path)
+    port = free_port()
+    command = [str(Path(os.environ["APPWORLD_PYTHON"]).with_name("appworld"))]
+    command += ["serve", "environment", "--port", str(port), "--root", str(tmp_path)]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as running:
+        try:
+            for _ in range(300):
+                time.sleep(0.1)
+                with contextlib.suppress(OSError):
+                    socket.create_connection(("127.0.0.1", port)).close()
+                    break
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            running.terminate()
+
+
+@installed
+def test_an_episode_on_the_released_package(tmp_path, real_server):
+    out = tmp_path / "appworld.json"
+    with_appworld(appworld_export.__file__, out, tmp_path, folder=tmp_path)
+    env = AppWorld(AppWorldConfig((real_server,), str(out), reward="tests", max_output=300))
+    (task,) = env.tasks("train")
+    assert env.reset(task) == (
+        "Complete this task with the answer 4.\n\nThe task is from Ann Lee (email "
+        "ann@example.com, phone 5551234567). It is now 2023-05-18T12:00:00."
+    )
+    step = env.step(call("supervisor__show_account_passwords"))
+    expected = [{"account_name": "spotify", "password": "it's \"Ann's\""}]
+    assert json.loads(step.observation) == expected
+    wrong = {"username": "ann@example.com", "password": "it's \"Ann's\""}
+    step = env.step(call("spotify__login", **wrong))
+    assert step.observation.startswith("Execution failed. Traceback:")
+    assert "401" in step.observation
+    step = env.step(call("api_docs__show_api_descriptions", app_name="spotify"))
+    assert len(step.observation) <= 300
+    assert (step.reward, step.done) == (0.0, False)
+    step = env.step(call("supervisor__complete_task", answer=4))
+    assert (step.reward, step.done, step.success) == (1.0, True, True)
+    env.reset(task)
+    step = env.step(call("supervisor__complete_task", answer=5, status="success"))
+    assert (step.reward, step.done, step.success) == (0.5, True, False)
+    assert env.evaluation["num_tests"] == 2
+    with pytest.raises(EnvironmentFault, match="/initialize: HTTP status 500"):
+        env.reset("bbbbbbb_1")
+    env.close()
+
+
+@installed
 def test_the_functions_of_the_released_package(tmp_path):
     out = tmp_path / "appworld.json"
-    script = appworld_export.__file__
-    subprocess.run([os.environ["APPWORLD_PYTHON"], script, str(out)], check=True, cwd=tmp_path)
+    with_appworld(appworld_export.__file__, out, folder=tmp_path)
     tools, _ = read_functions(out)
     names = [tool["function"]["name"] for tool in tools]
     counts = {app: sum(name.startswith(f"{app}__") for name in names) for app in COUNTS}
