@@ -16,8 +16,9 @@ from race_jax.envs.base import EnvironmentFault
 from race_jax.envs.factory import EnvironmentConfig
 from race_jax.families import family_of
 from race_jax.report_view import visible
-from race_jax.rollout.episode import Job
+from race_jax.rollout.agents import AgentConfig
 from race_jax.rollout.hosts import Host, LocalHost
+from race_jax.rollout.jobs import Job
 from race_jax.rollout.limits import RolloutConfig
 from race_jax.rollout.loop import RunFailed, Runner
 from race_jax.rollout.measures import by_kind, measure, measures_table, plot_measures, stops_line
@@ -55,6 +56,7 @@ class EvaluateConfig:
         samples: Episodes per task.
         sampler: Where turns are sampled.
         rollout: Limits and sampling.
+        agent: Which agent plays around the model.
         skip_form: How a turn without reasoning reads.
         in_flight: Most episodes at once.
     """
@@ -67,6 +69,7 @@ class EvaluateConfig:
     samples: int = 1
     sampler: SamplerConfig = dataclasses.field(default_factory=SamplerConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    agent: AgentConfig = dataclasses.field(default_factory=AgentConfig)
     skip_form: SkipForm = "close"
     in_flight: int = 64
 
@@ -133,7 +136,14 @@ def _play(config: EvaluateConfig, console: Console) -> int:
         host = make_host(config.env, config.rollout.step_timeout, config.in_flight)
         faulty = done = 0
         try:
-            runner = Runner(sampler, renderer, host, config.rollout, in_flight=config.in_flight)
+            runner = Runner(
+                sampler,
+                renderer,
+                host,
+                config.rollout,
+                in_flight=config.in_flight,
+                agent=config.agent,
+            )
             with Meter(console, "episodes", len(left)) as meter:
                 for rollout in runner.run(left, stop):
                     file.append(rollout)

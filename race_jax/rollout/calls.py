@@ -10,6 +10,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
 
 from race_jax.jsonl import dumps
+from race_jax.rollout.limits import bound_text
 from race_jax.toolcalls import ParsedCall, Tools, check_tools
 from race_jax.trajectory_messages import short
 from race_jax.turns import ParsedTurn
@@ -51,9 +52,8 @@ class CallChecker:
         if error is None:
             return None
         where = "".join(f"[{part!r}]" for part in error.absolute_path)
-        return f"wrong arguments for {call.name!r}: {f'at {where}: ' if where else ''}" + (
-            short(error.message, 300).strip("'\"")
-        )
+        place = f"at {where}: " if where else ""
+        return f"wrong arguments for {call.name!r}: {place}{bound_text(error.message, 300)}"
 
 
 def plain_calls(turn: ParsedTurn) -> ParsedTurn:

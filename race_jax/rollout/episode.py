@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from race_jax.chat import Renderer
 from race_jax.envs.base import Call, Step
 from race_jax.rollout.calls import CallChecker, plain_calls
+from race_jax.rollout.jobs import Action, Job, Next, Opening
 from race_jax.rollout.limits import (
     MAX_REPLY,
     RolloutConfig,
@@ -22,6 +23,7 @@ from race_jax.rollout.limits import (
     bound_text,
     request_seed,
 )
+from race_jax.rollout.manners import PLAIN, Manner, agreed, canonical
 from race_jax.rollout.protocol import Completion, Request
 from race_jax.rollout.results import Rollout, TurnNote
 from race_jax.rollout.spans import Spans, split_sampled
@@ -29,46 +31,6 @@ from race_jax.toolcalls import ParsedCall
 from race_jax.trajectory_messages import short
 from race_jax.turns import ParsedTurn
 from race_jax.types import Message, TokenTrajectory, TokenTurn
-
-
-class Job(NamedTuple):
-    """One episode to be run: sample `sample` (from 0) of a task."""
-
-    env: str
-    task: str
-    sample: int
-
-    @property
-    def id(self) -> str:
-        """The name of its trajectory and of its conversation."""
-        return f"{self.env}/{self.task}/{self.sample}"
-
-
-class Opening(NamedTuple):
-    """What an environment says as an episode begins.
-
-    Attributes:
-        system: System prompt, empty for none.
-        tools: Schemas of the tools.
-        reward_range: Least and greatest reward.
-        observation: What the agent is told first.
-    """
-
-    system: str
-    tools: tuple[Mapping[str, Any], ...]
-    reward_range: tuple[float, float]
-    observation: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Action:
-    """A call to be carried out in the environment."""
-
-    call: Call
-
-
-Next = Request | Action | Rollout
-"""What an episode wants next; a `Rollout` says that it is over."""
 
 
 class Episode:
@@ -79,10 +41,18 @@ class Episode:
         renderer: Messages to ids.
         config: Limits and sampling.
         context_length: Most tokens that the sampler takes.
+        manner: How the agent plays.
     """
 
-    def __init__(self, job: Job, renderer: Renderer, config: RolloutConfig, context_length: int):
-        self.job, self.renderer, self.config = job, renderer, config
+    def __init__(
+        self,
+        job: Job,
+        renderer: Renderer,
+        config: RolloutConfig,
+        context_length: int,
+        manner: Manner = PLAIN,
+    ):
+        self.job, self.renderer, self.config, self.manner = job, renderer, config, manner
         self.room = min(config.max_tokens, context_length)
         self.last_call: Call | None = None
         self._stops = tuple(
@@ -102,44 +72,69 @@ class Episode:
         self._replies: list[Message] = []
         self._errors: list[str] = []
         self._carried = 0
+        self._thought = False
+        # What stands before the ids to be sampled without being the policy's own, and drafts.
+        self._forced: tuple[int, ...] = ()
+        self._drafts: list[Completion] | None = None
+        self._drafted = 0
+        self._prompted = True
+
+    @property
+    def turns(self) -> int:
+        """How many turns are complete."""
+        return len(self._turns)
 
     def begin(self, opening: Opening) -> Next:
         """Take the environment's opening."""
         try:
-            self._checker = CallChecker(opening.tools)
-            self._tools = tuple(opening.tools)
+            own = tuple(tool.schema for tool in self.manner.tools)
+            self._checker = CallChecker((*opening.tools, *own))
+            self._tools = (*opening.tools, *own)
             low, high = opening.reward_range
             self._reward = min(max(0.0, low), high)
             told = bound_text(opening.observation, self.config.max_observation)
             messages = [{"role": "user", "content": told}]
-            if opening.system:
-                messages.insert(0, {"role": "system", "content": opening.system})
+            system = "\n\n".join(text for text in (opening.system, self.manner.advice) if text)
+            if system:
+                messages.insert(0, {"role": "system", "content": system})
             self._prompt = self.renderer.prompt_ids(messages, self._tools)
         except ValueError as error:
             return self.end("env_error", f"the environment's opening is at fault: {error}")
         self._messages = messages
         self._context = list(self._prompt)
-        return self._ask()
+        return self._next_turn()
 
-    def _ask(self) -> Next:
-        """The request for the next turn, if there is room for one."""
-        prompt = self.renderer.generation_prompt if self._turns else ()
-        length = len(self._context) + len(prompt)
+    def _next_turn(self) -> Next:
+        """The first request for a turn."""
+        self._drafts = [] if self.manner.drafts else None
+        self._drafted, self._prompted = 0, not self._turns
+        closed = self.manner.closed or self._drafts is not None
+        return self._ask(self.renderer.skip_ids if closed else ())
+
+    def _ask(self, forced: tuple[int, ...]) -> Next:
+        """A request for the turn at hand, if there is room for one.
+
+        Args:
+            forced: Stands before what is sampled.
+        """
+        prompt = () if self._prompted else self.renderer.generation_prompt
+        length = len(self._context) + len(prompt) + len(forced)
         room = min(self.config.max_turn_tokens, self.room - length)
         if room < 1:
             return self.end("length", f"{length} tokens of context leave no room in {self.room}")
-        if self._turns:
+        if prompt:
             last = self._turns[-1]
             self._turns[-1] = dataclasses.replace(last, observation=last.observation + prompt)
             self._context += prompt
-        job = self.job
+        self._forced, self._prompted = forced, True
+        job, draft = self.job, "" if self._drafts is None else f"#{len(self._drafts)}"
         return Request(
-            conversation=job.id,
-            prompt=tuple(self._context),
+            conversation=job.id + ("#draft" if draft else ""),
+            prompt=(*self._context, *forced),
             max_tokens=room,
             stop=self._stops,
             seed=request_seed(
-                self.config.seed, f"{job.env}/{job.task}", job.sample, len(self._turns)
+                self.config.seed, f"{job.env}/{job.task}{draft}", job.sample, len(self._turns)
             ),
             sampling=self.config.sampling,
         )
@@ -149,15 +144,54 @@ class Episode:
         fault = _completion_fault(completion)
         if fault:
             return self.end("sampler_error", fault)
+        if self._drafts is not None:
+            return self._draft(completion)
+        return self._take(completion)
+
+    def _draft(self, completion: Completion) -> Next:
+        """Take a draft; the last one decides."""
+        assert self._drafts is not None
+        self._drafts.append(completion)
+        self._drafted += len(completion.tokens)
+        if len(self._drafts) < self.manner.drafts:
+            return self._ask(self._forced)
+        chosen = agreed(self._drafts, self._action, self.manner.agreement)
+        self._drafts = None
+        if chosen is None:
+            return self._ask(())
+        self._drafted -= len(chosen.tokens)
+        return self._take(chosen)
+
+    def _action(self, draft: Completion) -> str | None:
+        """What a draft would do, in canonical form; None if it cannot be carried out."""
+        parsed = self._parse(draft)
+        faults = [self._checker.fault(call) for call in parsed.calls]
+        if self._is_truncated(draft) or not faults or any(faults):
+            return None
+        return canonical(parsed.calls)
+
+    def _is_truncated(self, completion: Completion) -> bool:
+        return completion.reason == "length" and completion.tokens[-1] not in self._stops
+
+    def _parse(self, completion: Completion) -> ParsedTurn:
         ids = completion.tokens
-        truncated = completion.reason == "length" and ids[-1] not in self._stops
-        spans = split_sampled(ids, self.renderer)
         own = ids[:-1] if ids[-1] in self._stops else ids
-        parsed = plain_calls(self.renderer.parse_turn(own, self._tools, first_call=self._calls + 1))
+        opened = False if self._forced else None
+        return plain_calls(
+            self.renderer.parse_turn(own, self._tools, opened=opened, first_call=self._calls + 1)
+        )
+
+    def _take(self, completion: Completion) -> Next:
+        """Take a completion as the turn."""
+        truncated, parsed = self._is_truncated(completion), self._parse(completion)
+        if self._forced:
+            spans = Spans((), self._forced, completion.tokens, True)
+        else:
+            spans = split_sampled(completion.tokens, self.renderer)
         self._calls += len(parsed.calls)
         self._messages.append(parsed.message())
         self._open = spans, completion
-        self._replies, self._errors, self._carried = [], [], 0
+        self._replies, self._errors, self._carried, self._thought = [], [], 0, False
         self._waiting = [
             (call, self._refusal(n, call, truncated)) for n, call in enumerate(parsed.calls)
         ]
@@ -203,11 +237,20 @@ class Episode:
         """The next call of the turn in hand, or else the turn's end."""
         while self._waiting:
             call, refusal = self._waiting[0]
+            own = self.manner.tool(call.name)
             if refusal is None:
                 self.last_call = {"name": call.name, "arguments": dict(call.arguments)}
-                return Action(self.last_call)
+                if own is None:
+                    return Action(self.last_call)
             self._waiting.pop(0)
-            self._answer(call, refusal)
+            if refusal is not None or own is None:
+                self._answer(call, str(refusal))
+                continue
+            self._carried += 1
+            self._thought |= own.thought
+            self._reply(call, own.reply)
+            if own.ends:
+                return self._finish()
         self._invalid_in_a_row = 0 if self._carried else self._invalid_in_a_row + 1
         return self._turn_over()
 
@@ -224,8 +267,10 @@ class Episode:
             return self.end("env_error", f"the environment's reply is at fault: {error}")
         self._reward, self._success = reward, bool(step.success)
         self._reply(call, observation)
-        if not step.done:
-            return self._go_on()
+        return self._finish() if step.done else self._go_on()
+
+    def _finish(self) -> Rollout:
+        """The episode is over by a call; those after it in the turn come too late."""
         for call, _ in self._waiting:
             self._answer(call, "not carried out: the episode is over")
         self._waiting = []
@@ -237,7 +282,7 @@ class Episode:
             return self.end("invalid_calls")
         if len(self._turns) >= self.config.max_turns:
             return self.end("max_turns")
-        return self._ask()
+        return self._next_turn()
 
     def _close_turn(self) -> None:
         """Put the turn in hand to the others."""
@@ -253,16 +298,20 @@ class Episode:
         skip = renderer.skip_ids if spans.reasoning else spans.skip
         self._turns.append(TokenTurn(spans.reasoning, skip, spans.action, observation))
         reasoning = len(spans.reasoning) - renderer.opener_len if spans.reasoning else 0
+        if self._thought or not spans.begun:
+            reasoning = len(completion.tokens)
         self._notes.append(
             TurnNote(
                 logprobs=completion.logprobs,
-                reasoning_tokens=reasoning if spans.begun else len(completion.tokens),
+                reasoning_tokens=reasoning,
                 truncated=completion.reason == "length",
                 carried_out=self._carried,
                 errors=tuple(self._errors),
+                forced=len(self._forced),
+                drafted=self._drafted,
             )
         )
-        self._context += completion.tokens + observation
+        self._context += self._forced + completion.tokens + observation
         self._open = None
 
     def end(self, stop: StopReason, error: str | None = None) -> Rollout:

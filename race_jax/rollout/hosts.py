@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
 from race_jax.envs.base import Call, Environment, Step
-from race_jax.rollout.episode import Opening
+from race_jax.rollout.jobs import Opening
 
 
 class Fault(NamedTuple):

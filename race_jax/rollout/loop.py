@@ -10,8 +10,11 @@ from typing import Protocol
 
 from race_jax.chat import Renderer
 from race_jax.envs.base import Step
-from race_jax.rollout.episode import Action, Episode, Job, Next, Opening
+from race_jax.rollout.adapt import AdaptEpisode
+from race_jax.rollout.agents import AgentConfig
+from race_jax.rollout.episode import Episode
 from race_jax.rollout.hosts import Fault, Host, Reply
+from race_jax.rollout.jobs import Action, Job, Next, Opening
 from race_jax.rollout.limits import RolloutConfig
 from race_jax.rollout.protocol import Completion, Request, Sampler
 from race_jax.rollout.results import Rollout
@@ -34,11 +37,19 @@ class Stop(Protocol):
 
 @dataclasses.dataclass
 class _Live:
-    """An episode in flight; `asked` says whether it waits for the sampler."""
+    """An episode in flight.
 
-    episode: Episode
+    Attributes:
+        episode: It.
+        begun: When.
+        asked: The conversation whose request it waits for, if it does not wait for the environment.
+        conversations: All that it has asked for.
+    """
+
+    episode: Episode | AdaptEpisode
     begun: float
-    asked: bool = False
+    asked: str | None = None
+    conversations: set[str] = dataclasses.field(default_factory=set)
 
 
 class Runner:
@@ -50,6 +61,7 @@ class Runner:
         host: Runs the environments.
         config: Limits and sampling.
         in_flight: Most episodes at once; the host's capacity bounds it too.
+        agent: Which agent plays.
         clock: Seconds, from anywhere.
     """
 
@@ -61,14 +73,17 @@ class Runner:
         config: RolloutConfig,
         *,
         in_flight: int = 64,
+        agent: AgentConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         if in_flight < 1:
             raise ValueError(f"in_flight is {in_flight}; it must be at least 1")
         self.sampler, self.renderer, self.host, self.config = sampler, renderer, host, config
         self.in_flight = min(in_flight, host.capacity)
+        self.agent = agent or AgentConfig()
         self._clock = clock
         self._live: dict[str, _Live] = {}
+        self._asked: dict[str, str] = {}
         self._faults = 0
 
     def run(self, jobs: Iterable[Job], stop: Stop | None = None) -> Iterator[Rollout]:
@@ -101,13 +116,13 @@ class Runner:
     def _begin(self, job: Job) -> None:
         if job.id in self._live:
             raise ValueError(f"two jobs have the name {job.id!r}; names must differ")
-        episode = Episode(job, self.renderer, self.config, self.sampler.context_length)
+        episode = self.agent.episode(job, self.renderer, self.config, self.sampler.context_length)
         self._live[job.id] = _Live(episode, self._clock())
         self.host.open(job.id, job.task)
 
     def _events(self) -> Iterator[Rollout]:
         """Wait until something happens, and let the episodes take it."""
-        asked = sum(live.asked for live in self._live.values())
+        asked = len(self._asked)
         acting = len(self._live) - asked
         replies = self.host.poll(0.0 if asked else _IDLE) if acting else []
         for key, reply in replies:
@@ -118,17 +133,20 @@ class Runner:
         if asked:
             completions = self.sampler.poll(_TICK if acting else _IDLE)
         for completion in completions:
-            key = completion.conversation
-            live = self._live.get(key)
-            if live is not None and live.asked:
-                live.asked = False
+            key = self._asked.pop(completion.conversation, None)
+            if key is not None:
+                live = self._live[key]
+                live.asked = None
                 yield from self._follow(key, live.episode.sampled(completion))
         yield from self._expire()
 
     def _follow(self, key: str, following: Next) -> Iterator[Rollout]:
         """Do what an episode wants next."""
         if isinstance(following, Request):
-            self._live[key].asked = True
+            live = self._live[key]
+            live.asked = following.conversation
+            live.conversations.add(following.conversation)
+            self._asked[following.conversation] = key
             self.sampler.submit(following)
         elif isinstance(following, Action):
             self.host.step(key, following.call)
@@ -146,8 +164,11 @@ class Runner:
                 yield from self._follow(key, live.episode.end("timeout", error))
 
     def _drop(self, key: str) -> None:
-        del self._live[key]
-        self.sampler.forget(key)
+        live = self._live.pop(key)
+        if live.asked is not None:
+            del self._asked[live.asked]
+        for conversation in live.conversations:
+            self.sampler.forget(conversation)
         self.host.release(key)
 
     def _count_fault(self, rollout: Rollout) -> None:
@@ -159,7 +180,7 @@ class Runner:
             )
 
 
-def _take(episode: Episode, reply: Reply) -> Next:
+def _take(episode: Episode | AdaptEpisode, reply: Reply) -> Next:
     if isinstance(reply, Opening):
         return episode.begin(reply)
     if isinstance(reply, Step):

@@ -55,7 +55,7 @@ class Measures:
         skip_ratio: Turns without reasoning / turns; 0 without turns.
         thinking_tokens: Reasoning tokens / turns with reasoning; 0 without any.
         turns: Mean number of turns.
-        sampled_tokens: Mean number of sampled tokens.
+        sampled_tokens: Mean number of sampled tokens, drafts included.
         invalid: Mean number of calls or turns that could not be carried out.
         truncated: Turns that a limit cut off, in all.
         stops: How many episodes ended for each reason.
@@ -103,11 +103,11 @@ def measure(rollouts: Iterable[Rollout], name: str = "") -> Measures:
         reward += rollout.reward
         sums["episodes"] += 1
         sums["successes"] += rollout.success
-        for note in rollout.notes:
+        for note in rollout.all_notes:
             sums["turns"] += 1
             sums["thinking"] += note.reasoning_tokens > 0
             sums["reasoning"] += note.reasoning_tokens
-            sums["sampled"] += len(note.logprobs)
+            sums["sampled"] += len(note.logprobs) + note.drafted
             sums["invalid"] += len(note.errors)
             sums["truncated"] += note.truncated
     episodes = max(sums["episodes"], 1)
@@ -140,22 +140,21 @@ def by_kind(rollouts: Iterable[Rollout]) -> list[Measures]:
         kind, slash, _ = rollout.task.rpartition("/")
         if slash:
             # Ids and messages are of no use here, and may not fit into memory together.
-            kinds.setdefault(kind, []).append(
-                dataclasses.replace(rollout, messages=(), tools=(), tokens=None)
+            light = dataclasses.replace(
+                rollout, messages=(), tools=(), tokens=None, notes=rollout.all_notes, parts=()
             )
+            kinds.setdefault(kind, []).append(light)
     return [measure(kinds[kind], kind) for kind in sorted(kinds)]
 
 
-_COLUMNS = ("n", "success", "95 %", "reward", "reasoning", "skip", "a think", "turns", "invalid")
+_COLUMNS = ("n", "success", "95 %", "reward", "reasoning", "skip", "a think", "turns")
 
 
 def measures_table(rows: Sequence[Measures], title: str = "") -> Table:
     """Measures side by side, one row each."""
-    caption = (
-        "reasoning, turns, invalid: per episode; a think: reasoning tokens per turn that has any"
-    )
+    caption = "reasoning, turns: per episode; a think: reasoning tokens per turn that has any"
     table = Table(title=title or None, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("", overflow="fold")
+    table.add_column("", overflow="fold", min_width=12)
     for column in _COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
@@ -170,16 +169,16 @@ def measures_table(rows: Sequence[Measures], title: str = "") -> Table:
             f"{100 * row.skip_ratio:.1f} %",
             f"{row.thinking_tokens:,.0f}",
             f"{row.turns:.1f}",
-            f"{row.invalid:.2f}",
         )
     return table
 
 
 def stops_line(row: Measures) -> str:
-    """Why episodes ended, in one line."""
+    """Why episodes ended, and what went wrong in them, in one line."""
     stops = ", ".join(f"{reason} {count}" for reason, count in row.stops.items())
+    invalid = f"; {row.invalid:.2f} invalid calls per episode" if row.invalid else ""
     cut = f"; {row.truncated} turns cut off" if row.truncated else ""
-    return f"{row.name}: {stops or 'no episodes'}{cut}"
+    return f"{row.name}: {stops or 'no episodes'}{invalid}{cut}"
 
 
 def plot_measures(rows: Sequence[Measures], path: str | Path) -> None:

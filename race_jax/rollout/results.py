@@ -23,11 +23,14 @@ class TurnNote:
     """What is known of a sampled turn beside its ids.
 
     Attributes:
-        logprobs: One per sampled id, those of reasoning (or skip) and action, in nats.
+        logprobs: One per sampled id in nats: those of reasoning (or skip) and action, without the
+            first `forced`.
         reasoning_tokens: Ids of reasoning, its closing included; 0 in a SKIP turn.
         truncated: Whether a limit cut the turn off.
         carried_out: Calls that the environment carried out.
         errors: Why other calls, or the turn, were not carried out, as the policy was told.
+        forced: Ids at the turn's beginning that were given, not sampled.
+        drafted: Ids that were sampled for the turn and thrown away.
     """
 
     logprobs: tuple[float, ...]
@@ -35,6 +38,8 @@ class TurnNote:
     truncated: bool
     carried_out: int
     errors: tuple[str, ...] = ()
+    forced: int = 0
+    drafted: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Rollout:
         tokens: The ids; None if there is no turn.
         notes: One per turn.
         seconds: How long it took.
+        parts: Further conversations of an agent that splits its task; their notes count too.
     """
 
     id: str
@@ -70,6 +76,12 @@ class Rollout:
     tokens: TokenTrajectory | None
     notes: tuple[TurnNote, ...]
     seconds: float = 0.0
+    parts: tuple[Rollout, ...] = ()
+
+    @property
+    def all_notes(self) -> tuple[TurnNote, ...]:
+        """The notes of all conversations."""
+        return self.notes + tuple(note for part in self.parts for note in part.notes)
 
     @property
     def faulty(self) -> bool:
@@ -94,6 +106,8 @@ class Rollout:
                 "turns": [dataclasses.asdict(note) for note in self.notes],
             }
         }
+        if self.parts:
+            extra[KEY]["parts"] = [part.record(settings) for part in self.parts]
         return to_json(
             Trajectory(
                 id=self.id,
@@ -135,16 +149,12 @@ class Rollout:
                 error=notes.get("error"),
                 tokens=trajectory.tokens,
                 notes=tuple(
-                    TurnNote(
-                        tuple(turn["logprobs"]),
-                        turn["reasoning_tokens"],
-                        turn["truncated"],
-                        turn["carried_out"],
-                        tuple(turn["errors"]),
-                    )
+                    TurnNote(**{**turn, "logprobs": tuple(turn["logprobs"]), "errors": errors})
                     for turn in turns
+                    for errors in [tuple(turn["errors"])]
                 ),
                 seconds=notes.get("seconds", 0.0),
+                parts=tuple(cls.from_record(part) for part in notes.get("parts", ())),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"the rollout {name!r} cannot be read: {error!r}") from None

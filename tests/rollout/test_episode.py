@@ -8,7 +8,8 @@ from rollout_samples import action_text, completion, tool, turn_ids, word_render
 from race_jax.chat import renderer_for
 from race_jax.envs.base import Step
 from race_jax.jsonl import dumps
-from race_jax.rollout.episode import Action, Episode, Job, Opening
+from race_jax.rollout.episode import Episode
+from race_jax.rollout.jobs import Action, Job, Opening
 from race_jax.rollout.limits import RolloutConfig, bound_text, request_seed
 from race_jax.rollout.protocol import Completion, Request, SamplingConfig
 from race_jax.rollout.results import Rollout

@@ -7,9 +7,9 @@ from env_servers import broken, cut, dropped, free_port, html, saying, serving, 
 from rollout_samples import potion_oracle, word_renderer
 
 from race_jax.envs.potions import PotionShop
-from race_jax.rollout.episode import Job
 from race_jax.rollout.hosts import LocalHost
 from race_jax.rollout.http import HttpSampler
+from race_jax.rollout.jobs import Job
 from race_jax.rollout.limits import RolloutConfig
 from race_jax.rollout.loop import Runner
 from race_jax.rollout.protocol import Request, SamplingConfig

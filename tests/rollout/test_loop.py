@@ -18,8 +18,8 @@ from rollout_samples import (
 
 from race_jax.envs.base import EnvironmentFault
 from race_jax.envs.potions import PotionShop, oracle_trajectory
-from race_jax.rollout.episode import Job
 from race_jax.rollout.hosts import Fault, LocalHost
+from race_jax.rollout.jobs import Job
 from race_jax.rollout.limits import RolloutConfig
 from race_jax.rollout.loop import RunFailed, Runner
 from race_jax.rollout.results import RolloutFile, gather, read_rollouts

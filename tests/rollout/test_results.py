@@ -6,8 +6,8 @@ import pytest
 from rollout_samples import ScriptedSampler, potion_oracle, turn_ids, word_renderer
 
 from race_jax.envs.potions import PotionShop
-from race_jax.rollout.episode import Job
 from race_jax.rollout.hosts import LocalHost
+from race_jax.rollout.jobs import Job
 from race_jax.rollout.limits import RolloutConfig
 from race_jax.rollout.loop import Runner
 from race_jax.rollout.results import Rollout, RolloutFile, gather, read_rollouts

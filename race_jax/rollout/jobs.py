@@ -1,0 +1,51 @@
+"""What passes between an episode and whoever drives it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from race_jax.envs.base import Call
+from race_jax.rollout.protocol import Request
+from race_jax.rollout.results import Rollout
+
+
+class Job(NamedTuple):
+    """One episode to be run: sample `sample` (from 0) of a task."""
+
+    env: str
+    task: str
+    sample: int
+
+    @property
+    def id(self) -> str:
+        """The name of its trajectory and of its conversation."""
+        return f"{self.env}/{self.task}/{self.sample}"
+
+
+class Opening(NamedTuple):
+    """What an environment says as an episode begins.
+
+    Attributes:
+        system: System prompt, empty for none.
+        tools: Schemas of the tools.
+        reward_range: Least and greatest reward.
+        observation: What the agent is told first.
+    """
+
+    system: str
+    tools: tuple[Mapping[str, Any], ...]
+    reward_range: tuple[float, float]
+    observation: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Action:
+    """A call to be carried out in the environment."""
+
+    call: Call
+
+
+Next = Request | Action | Rollout
+"""What an episode wants next; a `Rollout` says that it is over."""
