@@ -9,7 +9,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-_MASKED = -1e30  # finite, so that a row with nothing to see gives numbers and finite gradients
+from race_jax.models.products import product
+
+MASKED = -1e30  # finite, so that a row with nothing to see gives numbers and finite gradients
 _OUTER = 16  # query chunks written out in the program; each sees only the keys up to its end
 _INNER = 128  # queries whose scores are alive at once
 _KEYS = 128  # keys per step of the attention to a cache
@@ -91,14 +93,49 @@ def masked_attention(q: jax.Array, k: jax.Array, v: jax.Array, allowed: jax.Arra
     Returns:
         [B, K, G, Q, H] in the dtype of `q`.
     """
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     scores = product("bkgqh,bksh->bkgqs", q, k)
-    scores = jnp.where(allowed[:, None, None], scores, _MASKED)
+    scores = jnp.where(allowed[:, None, None], scores, MASKED)
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.exp(scores - top)
     mixed = product("bkgqs,bksh->bkgqh", weights.astype(v.dtype), v)
     return (mixed / jnp.sum(weights, axis=-1, keepdims=True)).astype(q.dtype)
+
+
+class Mixture(NamedTuple):
+    """An online softmax over keys that come in pieces; leading axes are the caller's.
+
+    Attributes:
+        top: float32 [...], the highest score so far.
+        total: float32 [...], the sum of the weights exp(score - top).
+        mixed: float32 [..., H], the values summed with these weights.
+    """
+
+    top: jax.Array
+    total: jax.Array
+    mixed: jax.Array
+
+
+def add_scores(so_far: Mixture, scores: jax.Array, spec: str, values: jax.Array) -> Mixture:
+    """Take one more piece of keys into an online softmax.
+
+    Where all scores so far are `MASKED`, they count until the first other one shrinks them to
+    nothing.
+
+    Args:
+        so_far: Of the pieces before.
+        scores: float32 [..., S], `MASKED` where a key is not seen.
+        spec: How weights like `scores` and `values` make something like `so_far.mixed`.
+        values: Of the piece.
+    """
+    top = jax.lax.stop_gradient(jnp.maximum(so_far.top, jnp.max(scores, axis=-1)))
+    weights = jnp.exp(scores - top[..., None])
+    shrink = jnp.exp(so_far.top - top)
+    added = product(spec, weights.astype(values.dtype), values)
+    return Mixture(
+        top,
+        so_far.total * shrink + jnp.sum(weights, axis=-1),
+        so_far.mixed * shrink[..., None] + added,
+    )
 
 
 class Jobs(NamedTuple):
@@ -210,8 +247,6 @@ def _online_softmax(
     high: jax.Array,
 ) -> jax.Array:
     """Queries [K, M, H] at positions `places` [M] in low..high, on (layer, slot, first head)."""
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     kv_heads, count, width = q.shape
     block = min(_KEYS, keys.shape[3])
 
@@ -219,8 +254,7 @@ def _online_softmax(
         shape = (1, 1, kv_heads, block, width)
         return jax.lax.dynamic_slice(store, (*at, begin, 0), shape)[0, 0]
 
-    def step(masked: bool, index: jax.Array, carry: tuple) -> tuple:
-        top, total, mixed = carry
+    def step(masked: bool, index: jax.Array, carry: Mixture) -> Mixture:
         # The last block is moved back where it would pass the cache's end.
         begin = jnp.minimum(index * block, keys.shape[3] - block)
         v = load(values, begin)
@@ -228,22 +262,17 @@ def _online_softmax(
         if masked:
             spots = begin + jnp.arange(block)
             seen = (spots >= index * block) & (spots <= places[:, None])
-            scores = jnp.where(seen, scores, _MASKED)
+            scores = jnp.where(seen, scores, MASKED)
             # What lies beyond the last token is stale, and 0 times a stale NaN is NaN.
             v = jnp.where((spots <= high)[:, None], v, 0)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
-        weights = jnp.exp(scores - new_top[..., None])
-        shrink = jnp.exp(top - new_top)
-        total = total * shrink + jnp.sum(weights, axis=-1)
-        mixed = mixed * shrink[..., None] + product("kms,ksh->kmh", weights.astype(v.dtype), v)
-        return new_top, total, mixed
+        return add_scores(carry, scores, "kms,ksh->kmh", v)
 
-    carry = (
-        jnp.full((kv_heads, count), _MASKED),
+    carry = Mixture(
+        jnp.full((kv_heads, count), MASKED),
         jnp.zeros((kv_heads, count)),
         jnp.zeros((kv_heads, count, width)),
     )
     full = low // block
     carry = jax.lax.fori_loop(0, full, functools.partial(step, False), carry)
     carry = jax.lax.fori_loop(full, high // block + 1, functools.partial(step, True), carry)
-    return carry[2] / carry[1][..., None]
+    return carry.mixed / carry.total[..., None]

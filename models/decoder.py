@@ -16,12 +16,10 @@ from race_jax.models.kernels import check_choices, target_backend
 from race_jax.models.layers import rms_norm
 from race_jax.models.moe import RouterStats
 from race_jax.models.network import abstract_network, param_axes
+from race_jax.models.parallel import ROW_STREAM, STREAM
 from race_jax.models.rope import rotation_tables
 from race_jax.sharding import constrain
-from race_jax.types import Cache, Params
-
-_WHOLE = ("batch", "time", "features")  # the residual stream in `forward`
-_ROWS = ("rows", None, "features")  # and in `extend`
+from race_jax.types import Cache, Params, States
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,11 +137,11 @@ class Model:
                 x, stats = block.finish_routed(x, mixed, real)
             else:
                 x, stats = block.finish(x, mixed), None
-            return constrain(x, _WHOLE), stats
+            return constrain(x, STREAM), stats
 
         body = jax.checkpoint(step, prevent_cse=False) if remat else step
         params = parallel.hold(params, param_axes, self.config)
-        x = parallel.embed(params["embed"], jnp.where(real, tokens, 0), _WHOLE[:2])
+        x = parallel.embed(params["embed"], jnp.where(real, tokens, 0), STREAM[:2])
         x, stats = jax.lax.scan(body, x, params["layers"])
         return rms_norm(x, params["norm"], self.config.rms_norm_eps), stats
 
@@ -203,10 +201,10 @@ class Model:
             block = nnx.merge(template, layer)
             q, k, v = block.project(x, cos, sin)
             mixed, cache = parallel.attend_cached(q, k, v, cache, index, places)
-            return (constrain(block.finish(x, mixed), _ROWS), cache), None
+            return (constrain(block.finish(x, mixed), ROW_STREAM), cache), None
 
         indices = jnp.arange(self.config.num_hidden_layers)
-        carry = (parallel.embed(params["embed"], tokens, _ROWS[:2]), cache)
+        carry = (parallel.embed(params["embed"], tokens, ROW_STREAM[:2]), cache)
         (x, cache), _ = jax.lax.scan(step, carry, (params["layers"], indices))
         return rms_norm(x, params["norm"], self.config.rms_norm_eps), cache
 
@@ -228,11 +226,11 @@ class Model:
         """Put rows that `read_rows` copied back."""
         return parallel.write_rows(cache, rows, slots, starts)
 
-    def read_states(self, cache: Cache, slots: jax.Array) -> tuple[()]:
+    def read_states(self, cache: Cache, slots: jax.Array) -> States:
         """Nothing: entries per token are all that a cache holds."""
         return ()
 
-    def write_states(self, cache: Cache, states: tuple[()], slots: jax.Array) -> Cache:
+    def write_states(self, cache: Cache, states: States, slots: jax.Array) -> Cache:
         """The cache as it is."""
         return cache
 

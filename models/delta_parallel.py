@@ -13,7 +13,7 @@ from race_jax.models.deltanet import (
     delta_transition,
 )
 from race_jax.models.hybrid_blocks import Projected, Triple, make_delta
-from race_jax.sharding import ambient_mesh, spec_for
+from race_jax.sharding import Spec, ambient_mesh, spec_for
 
 Precision = jax.lax.Precision | None
 
@@ -52,7 +52,7 @@ def mix_rows(
             f"{parts * past} at least, or make context smaller."
         )
 
-    def spec(x: jax.Array, *rest: str | None) -> jax.sharding.PartitionSpec:
+    def spec(x: jax.Array, *rest: str | None) -> Spec:
         return spec_for(("batch", "time", *rest), x.shape, name="gated DeltaNet")
 
     wide = ("linear_heads", "head_dim")

@@ -85,20 +85,10 @@ def unit(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
 
 
-def find_fresh(segment_ids: jax.Array, before: jax.Array | None = None) -> jax.Array:
-    """Where a segment begins: the tokens whose id is not that of the token before.
-
-    Args:
-        segment_ids: int32 [B, T].
-        before: int32 [B], the id of the token before the first; None for no token there.
-
-    Returns:
-        bool [B, T].
-    """
-    if before is None:
-        before = segment_ids[:, 0] - 1
-    shifted = jnp.concatenate([before[:, None], segment_ids[:, :-1]], axis=1)
-    return segment_ids != shifted
+def find_fresh(segment_ids: jax.Array) -> jax.Array:
+    """Where a segment begins: bool [B, T], true where the id is not that of the token before."""
+    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
 
 
 def causal_conv(x: jax.Array, kernel: jax.Array, window: jax.Array, fresh: jax.Array) -> jax.Array:

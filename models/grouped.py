@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from race_jax.models.products import exact, product
 
 _SMALLEST, _LARGEST = 8, 128  # rows of one product
 
@@ -34,13 +34,9 @@ def grouped_matmul(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Arr
 
 def _ragged(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
     out = jax.lax.ragged_dot(
-        x, weight, sizes, precision=_precision(weight), preferred_element_type=jnp.float32
+        x, weight, sizes, precision=exact(weight.dtype), preferred_element_type=jnp.float32
     )
     return jnp.where(jnp.arange(len(x))[:, None] < jnp.sum(sizes), out, 0)
-
-
-def _precision(weight: jax.Array) -> jax.lax.Precision | None:
-    return jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
 
 
 class _Blocks(NamedTuple):
@@ -80,9 +76,9 @@ def _find(blocks: _Blocks, index: jax.Array, block: int) -> tuple[jax.Array, ...
 
 
 def _multiply(
-    product: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, sizes: jax.Array, width: int
+    spec: str, x: jax.Array, weight: jax.Array, sizes: jax.Array, width: int
 ) -> jax.Array:
-    """`product` of each block of `x` with its group's matrix: float32 [M, width]."""
+    """The product of each block of `x` with its group's matrix: float32 [M, width]."""
     block = _block_rows(len(x), len(weight))
     blocks = _plan(sizes, block)
     padded = jnp.pad(x, ((0, block), (0, 0)))
@@ -91,8 +87,8 @@ def _multiply(
         # A block that runs past its group writes rows that the next one, in order, writes again.
         group, _, row = _find(blocks, index, block)
         part = jax.lax.dynamic_slice_in_dim(padded, row, block)
-        done = product(part, jax.lax.dynamic_index_in_dim(weight, group, keepdims=False))
-        return jax.lax.dynamic_update_slice_in_dim(out, done, row, axis=0)
+        own = jax.lax.dynamic_index_in_dim(weight, group, keepdims=False)
+        return jax.lax.dynamic_update_slice_in_dim(out, product(spec, part, own), row, axis=0)
 
     out = jnp.zeros((len(padded), width), jnp.float32)
     out = jax.lax.fori_loop(0, blocks.total, step, out)[: len(x)]
@@ -101,13 +97,7 @@ def _multiply(
 
 @jax.custom_vjp
 def _blocked(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-    return _multiply(_product("cd,df->cf", weight), x, weight, sizes, weight.shape[2])
-
-
-def _product(spec: str, weight: jax.Array) -> Callable[..., jax.Array]:
-    return functools.partial(
-        jnp.einsum, spec, precision=_precision(weight), preferred_element_type=jnp.float32
-    )
+    return _multiply("cd,df->cf", x, weight, sizes, weight.shape[2])
 
 
 def _blocked_forward(
@@ -121,11 +111,10 @@ def _blocked_backward(
 ) -> tuple[jax.Array, jax.Array, None]:
     x, weight, sizes = saved
     given = given.astype(weight.dtype)
-    to_x = _multiply(_product("cf,df->cd", weight), given, weight, sizes, weight.shape[1])
+    to_x = _multiply("cf,df->cd", given, weight, sizes, weight.shape[1])
     block = _block_rows(len(x), len(weight))
     blocks = _plan(sizes, block)
     x, given = (jnp.pad(rows, ((0, block), (0, 0))) for rows in (x, given))
-    product = _product("cd,cf->df", weight)
 
     def step(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         # The blocks of a group follow one another, so one sum in float32 is enough.
@@ -134,7 +123,7 @@ def _blocked_backward(
         parts = (
             jnp.where(own, jax.lax.dynamic_slice_in_dim(rows, row, block), 0) for rows in (x, given)
         )
-        total = jnp.where(place == 0, 0, carry[1]) + product(*parts)
+        total = jnp.where(place == 0, 0, carry[1]) + product("cd,cf->df", *parts)
         out = jax.lax.dynamic_update_index_in_dim(carry[0], total.astype(weight.dtype), group, 0)
         return out, total
 

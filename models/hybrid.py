@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,14 +24,14 @@ from race_jax.models.hybrid_blocks import (
     make_delta,
 )
 from race_jax.models.network import abstract_network, check_dtype, new_network, param_axes
+from race_jax.models.parallel import ROW_STREAM, STREAM, store_slots
+from race_jax.models.products import exact
 from race_jax.models.recurrent import HybridCache, HybridStates, Rows, convolve_rows, pass_rows
 from race_jax.models.rope import rotation_tables
 from race_jax.sharding import ambient_mesh, constrain
 from race_jax.types import Params
 
 LINEAR, FULL = LAYER_TYPES
-_WHOLE = ("batch", "time", "features")  # the residual stream in `forward`
-_ROWS = ("rows", None, "features")  # and in `extend`
 _STATE_AXES = ("layers", "slots", "linear_heads", "head_dim", None)
 _WINDOW_AXES = ("layers", "slots", None, "linear_heads", "head_dim")
 
@@ -67,7 +66,7 @@ class HybridModel(Model):
         """
         cos, sin = rotation_tables(self.config.rope, self.config.head_dim, positions)
         real, fresh = segment_ids > 0, find_fresh(segment_ids)
-        precision = _precision(params)
+        precision = exact(params["embed"].dtype)
 
         def mix_full(net: GatedAttention, x: jax.Array, carry: Any, index: Any) -> tuple:
             q, k, v, gate = net.project(x, cos, sin)
@@ -82,18 +81,12 @@ class HybridModel(Model):
         mixers = {FULL: mix_full, LINEAR: mix_linear}
 
         def step(x: jax.Array, layers: Params) -> tuple[jax.Array, None]:
-            return self._blocks(layers, x, (), mixers, _WHOLE, remat=remat)[0], None
+            return self._blocks(layers, x, (), mixers, STREAM, remat=remat)[0], None
 
         params = parallel.hold(params, param_axes, self.config)
-        x = parallel.embed(params["embed"], jnp.where(real, tokens, 0), _WHOLE[:2])
+        x = parallel.embed(params["embed"], jnp.where(real, tokens, 0), STREAM[:2])
         x, _ = jax.lax.scan(step, x, self._repetitions(params))
         return centred_norm(x, params["norm"], self.config.rms_norm_eps)
-
-    def forward_routed(self, *args: Any, **kwargs: Any) -> Any:
-        """A ValueError: there are no experts."""
-        raise ValueError(
-            f"a {self.config.model_type} model has no experts to route to; call forward."
-        )
 
     def init_cache(self, params: Params, slots: int, length: int) -> HybridCache:
         """An empty cache for `slots` sequences of at most `length` tokens, and one spare slot."""
@@ -111,14 +104,13 @@ class HybridModel(Model):
         values = (config.linear_num_value_heads, config.linear_value_head_dim)
         past = config.linear_conv_kernel_dim - 1
 
-        def make() -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+        def make() -> HybridStates:
             state = jnp.zeros((*lead, values[0], keys[1], values[1]), jnp.float32)
             q, k, v = (jnp.zeros((*lead, past, *x), dtype) for x in (keys, keys, values))
             q, k, v = (constrain(x, _WINDOW_AXES) for x in (q, k, v))
-            return constrain(state, _STATE_AXES), (q, k, v)
+            return HybridStates(constrain(state, _STATE_AXES), (q, k, v))
 
-        state, windows = make() if ambient_mesh() is None else jax.jit(make)()
-        return HybridCache(entries.k, entries.v, state, windows)
+        return HybridCache(entries, make() if ambient_mesh() is None else jax.jit(make)())
 
     def extend(
         self,
@@ -129,85 +121,74 @@ class HybridModel(Model):
         starts: jax.Array,
         counts: jax.Array | None = None,
     ) -> tuple[jax.Array, HybridCache]:
-        """Append rows of tokens to cached sequences.
+        """Append rows of tokens to cached sequences, as `Model.extend` does.
 
-        Row r holds the tokens at positions `starts[r]` .. `starts[r] + Q - 1` of slot `slots[r]`,
-        where the slot's states must stand at `starts[r]`; a row that starts at 0 finds empty ones,
-        whatever the slot held. Rows of one call that share a slot are neighbours, each begins where
-        the one before ends, and only the last may be short. Donate the cache to have it updated in
-        place. With Q = 1 gated DeltaNet runs in its recurrent form, all slots at once, else in
-        chunks, row by row.
-
-        Args:
-            params: Parameters, as in `params`.
-            cache: From `init_cache`.
-            tokens: int32 [R, Q], in [0, V); fill up short rows with any id in that range.
-            slots: int32 [R]; the number of slots names the spare one, for empty rows.
-            starts: int32 [R]; `starts[r] + Q` must not pass the cache's length, of spare rows
-                either: a write past the end would be moved back over earlier tokens.
-            counts: int32 [R], tokens of each row that count, all by default. The others leave no
-                trace in the states.
-
-        Returns:
-            Hidden states float32 [R, Q, D] after the final norm, and the cache.
+        A slot's states must stand at `starts[r]`; a row that starts at 0 finds empty ones, whatever
+        the slot held. Rows of one call that share a slot are neighbours, each begins where the one
+        before ends, and only the last may have fewer tokens that count than Q; what follows these
+        leaves no trace in the states. With Q = 1 gated DeltaNet runs in its recurrent form, all
+        slots at once, else in chunks, row by row.
         """
         size = tokens.shape[1]
         counts = jnp.full_like(starts, size) if counts is None else jnp.clip(counts, 0, size)
         positions = starts[:, None] + jnp.arange(size)
         cos, sin = rotation_tables(self.config.rope, self.config.head_dim, positions)
-        places = self._plan_places(KVCache(cache.k, cache.v), slots, starts, size)
-        rows = Rows(_store_slots(cache, slots), starts, counts)
-        precision = _precision(params)
+        places = self._plan_places(cache.entries, slots, starts, size)
+        rows = Rows(_at(cache, slots), starts, counts)
+        precision = exact(params["embed"].dtype)
 
         def mix_full(net: GatedAttention, x: jax.Array, cache: HybridCache, index: Any) -> tuple:
             q, k, v, gate = net.project(x, cos, sin)
-            entries = KVCache(cache.k, cache.v)
-            mixed, entries = parallel.attend_cached(q, k, v, entries, index, places)
-            return net.output(mixed, gate), cache._replace(k=entries.k, v=entries.v)
+            mixed, entries = parallel.attend_cached(q, k, v, cache.entries, index, places)
+            return net.output(mixed, gate), cache._replace(entries=entries)
 
         def mix_linear(net: DeltaNet, x: jax.Array, cache: HybridCache, index: Any) -> tuple:
             projected = net.project(x, jnp.ones(x.shape[:2], bool))
-            parts = zip(projected.inputs, net.kernels, cache.windows, strict=True)
+            parts = zip(projected.inputs, net.kernels, cache.states.windows, strict=True)
             done = [convolve_rows(*part, index, rows) for part in parts]
             (q, q_window), (k, k_window), (v, v_window) = done
             delta = make_delta(projected, (q, k, v), jnp.zeros(x.shape[:2], bool))
-            read, state = pass_rows(delta, cache.state, index, rows, precision)
-            cache = cache._replace(state=state, windows=(q_window, k_window, v_window))
-            return net.output(read, projected.gate), cache
+            read, state = pass_rows(delta, cache.states.state, index, rows, precision)
+            states = HybridStates(state, (q_window, k_window, v_window))
+            return net.output(read, projected.gate), cache._replace(states=states)
 
         mixers = {FULL: mix_full, LINEAR: mix_linear}
 
         def step(carry: Any, item: Any) -> tuple[Any, None]:
             layers, index = item
             x, cache = carry
-            return self._blocks(layers, x, cache, mixers, _ROWS, index), None
+            return self._blocks(layers, x, cache, mixers, ROW_STREAM, index), None
 
         repetitions = jnp.arange(self.config.num_hidden_layers // self.config.period)
-        carry = (parallel.embed(params["embed"], tokens, _ROWS[:2]), cache)
+        carry = (parallel.embed(params["embed"], tokens, ROW_STREAM[:2]), cache)
         (x, cache), _ = jax.lax.scan(step, carry, (self._repetitions(params), repetitions))
         return centred_norm(x, params["norm"], self.config.rms_norm_eps), cache
 
-    def read_rows(self, cache: Any, slots: jax.Array, starts: jax.Array, size: int) -> KVCache:
+    def read_rows(
+        self, cache: HybridCache, slots: jax.Array, starts: jax.Array, size: int
+    ) -> KVCache:
         """Copy `size` entries of keys and values from each `(slots[r], starts[r])`."""
-        return parallel.read_rows(KVCache(cache.k, cache.v), slots, starts, size)
+        return parallel.read_rows(cache.entries, slots, starts, size)
 
-    def write_rows(self, cache: Any, rows: KVCache, slots: jax.Array, starts: jax.Array) -> Any:
+    def write_rows(
+        self, cache: HybridCache, rows: KVCache, slots: jax.Array, starts: jax.Array
+    ) -> HybridCache:
         """Put rows that `read_rows` copied back."""
-        entries = parallel.write_rows(KVCache(cache.k, cache.v), rows, slots, starts)
-        return cache._replace(k=entries.k, v=entries.v)
+        return cache._replace(entries=parallel.write_rows(cache.entries, rows, slots, starts))
 
-    def read_states(self, cache: Any, slots: jax.Array) -> Any:
+    def read_states(self, cache: HybridCache, slots: jax.Array) -> HybridStates:
         """Copy the recurrent states and convolution windows of `slots` int32 [R] as they stand."""
-        at = _store_slots(cache, slots)
-        q, k, v = (x[:, at] for x in cache.windows)
-        return HybridStates(cache.state[:, at], (q, k, v))
+        at = _at(cache, slots)
+        return jax.tree.map(lambda x: x[:, at], cache.states)
 
-    def write_states(self, cache: Any, states: Any, slots: jax.Array) -> Any:
+    def write_states(
+        self, cache: HybridCache, states: HybridStates, slots: jax.Array
+    ) -> HybridCache:
         """Put states that `read_states` copied into `slots`."""
-        at = _store_slots(cache, slots)
-        pairs = zip(cache.windows, states.windows, strict=True)
-        q, k, v = (x.at[:, at].set(y) for x, y in pairs)
-        return cache._replace(state=cache.state.at[:, at].set(states.state), windows=(q, k, v))
+        at = _at(cache, slots)
+        return cache._replace(
+            states=jax.tree.map(lambda x, y: x.at[:, at].set(y), cache.states, states)
+        )
 
     def _blocks(
         self,
@@ -289,23 +270,11 @@ def init_model(config: ModelConfig, seed: int, dtype: str = "float32") -> Model:
     return make_model(config, nnx.to_pure_dict(nnx.split(network)[1]))
 
 
-def _precision(params: Params) -> jax.lax.Precision | None:
-    """True float32 for float32 parameters, the backend's fastest for others."""
-    return jax.lax.Precision.HIGHEST if params["embed"].dtype == jnp.float32 else None
-
-
 def _module(layers: Params, structure: Any, name: str, number: int) -> Any:
     """The `number`-th of the modules that are stacked under `name`."""
     return nnx.merge(structure, jax.tree.map(lambda a: a[number], layers[name]))
 
 
-def _store_slots(cache: HybridCache, slots: jax.Array) -> jax.Array:
-    """Where slots lie in a cache, which on a mesh has a spare slot at the end of each piece."""
-    slots, mesh = jnp.asarray(slots), ambient_mesh()
-    if mesh is None:
-        return slots
-    pieces = math.prod(mesh.shape[axis] for axis in ("data", "fsdp"))
-    total = cache.k.shape[1]
-    each = total // pieces - 1
-    at = slots // each * (each + 1) + slots % each
-    return jnp.where(slots < pieces * each, at, total - 1)
+def _at(cache: HybridCache, slots: jax.Array) -> jax.Array:
+    """Where slots lie in the stores of states."""
+    return store_slots(slots, cache.states.state.shape[1])

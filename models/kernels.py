@@ -23,7 +23,7 @@ from race_jax.models.attention import segment_attention
 
 KERNELS = ("xla", "cudnn", "splash")
 _CHUNKS = 16  # pieces of a row whose masks are made one at a time, at most
-_MASKED = 1024  # fewest queries of such a piece
+_PIECE = 1024  # fewest queries of such a piece
 _BLOCK = 512  # queries and keys of one step of the Pallas kernel
 _LANES = 128  # what a TPU's vectors hold, and its blocks are multiples of
 _PLATFORMS = {"cpu": "CPUs", "gpu": "GPUs", "tpu": "TPUs"}
@@ -164,7 +164,7 @@ def cudnn_attention(
     pad = -length % 64  # cuDNN takes a mask only for even numbers of tokens
     q, k, v = (jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))) for x in (q, k, v))
     ids = jnp.pad(segment_ids, ((0, 0), (0, pad)))
-    piece = max(_MASKED, -(-(length + pad) // (_CHUNKS * 64)) * 64)
+    piece = max(_PIECE, -(-(length + pad) // (_CHUNKS * 64)) * 64)
 
     @jax.checkpoint
     def part(q: jax.Array, k: jax.Array, v: jax.Array, own: jax.Array, seen: jax.Array):

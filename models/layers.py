@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from race_jax.models.config import ModelConfig
+from race_jax.models.products import product
 from race_jax.models.rope import rotate
 
 Axes = tuple[str, ...]
@@ -54,19 +55,8 @@ class Maker:
 
 
 def contract(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`einsum(spec, x, weight)` in the dtype of the weight, summed and returned in float32.
-
-    float32 weights are multiplied in true float32 on every backend; TPUs and GPUs would otherwise
-    round the inputs to bfloat16 or TF32, which is far above the thresholds that scores are held to.
-    """
-    precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-    return jnp.einsum(
-        spec,
-        x.astype(weight.dtype),
-        weight,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    """`product(spec, x, weight)` in the dtype of the weight."""
+    return product(spec, x.astype(weight.dtype), weight)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:

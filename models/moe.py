@@ -7,12 +7,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from race_jax.models.config import ModelConfig
 from race_jax.models.grouped import grouped_matmul
 from race_jax.models.layers import Maker, contract
-from race_jax.sharding import ambient_mesh, spec_for
+from race_jax.sharding import ambient_mesh, only, spec_for
 
 
 class RouterStats(NamedTuple):
@@ -122,7 +121,10 @@ class Experts(nnx.Module):
         cut = "time" if x.shape[1] % mesh.shape["context"] == 0 else None
         tokens = spec_for(("rows", cut, "features"), x.shape, name="tokens")
         columns = ("experts", None, "mlp"), ("experts", "mlp", None)
-        places = [_on_tensor(columns[i], weights[i + 1].shape) for i in (0, 1)]
+        places = [
+            only(spec_for(axes, weight.shape, name="the experts"), "tensor")
+            for axes, weight in zip(columns, (weights[1], weights[3]), strict=True)
+        ]
         shared = places[0][0] is not None
 
         def local(*args: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -132,7 +134,7 @@ class Experts(nnx.Module):
 
         return jax.shard_map(
             local,
-            in_specs=(tokens, PartitionSpec(), places[0], places[0], places[1]),
+            in_specs=(tokens, spec_for((None, None)), places[0], places[0], places[1]),
             out_specs=(tokens, tokens, tokens),
             check_vma=False,
         )(x, *weights)
@@ -176,12 +178,6 @@ class Experts(nnx.Module):
         if self.normed:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return probabilities, weights, chosen
-
-
-def _on_tensor(axes: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    """What the mesh axis `tensor` cuts of an array; what others cut is gathered."""
-    spec = spec_for(axes, shape, name="the experts")
-    return PartitionSpec(*(axis if axis == "tensor" else None for axis in spec))
 
 
 def _permute(rows: jax.Array, order: jax.Array) -> jax.Array:

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from race_jax.models import cache as caches
 from race_jax.models.attention import (
+    MASKED,
     Jobs,
+    Mixture,
+    add_scores,
     cached_attention,
     job_sizes,
     masked_attention,
@@ -23,12 +25,16 @@ from race_jax.models.attention import (
 )
 from race_jax.models.cache import KVCache
 from race_jax.models.kernels import choose_kernel, kernel_attention
-from race_jax.sharding import Axes, ambient_mesh, ambient_rules, constrain, spec_for
+from race_jax.models.products import product
+from race_jax.sharding import Axes, Spec, ambient_mesh, ambient_rules, constrain, spec_for
 from race_jax.types import Params
 
-_MASKED = -1e30
 _BLOCK = 128  # queries whose scores are alive at once
 _ROWS = ("data", "fsdp")
+STREAM = ("batch", "time", "features")
+"""Logical axes of the residual stream of whole rows."""
+ROW_STREAM = ("rows", None, "features")
+"""And of rows that a cache is extended by."""
 _CACHE_AXES = ("layers", "slots", "kv_heads", "entries", "head_dim")
 
 
@@ -166,7 +172,7 @@ def attend(
             return kernel_attention(kernel, q, k, v, segment_ids)
         return _context_attention(q, k, v, segment_ids, parts)
 
-    def spec(x: jax.Array, heads: str) -> PartitionSpec:
+    def spec(x: jax.Array, heads: str) -> Spec:
         return spec_for(("batch", "time", heads, "head_dim"), x.shape, name="attention")
 
     ids = spec_for(("batch", "time"), segment_ids.shape, name="segment_ids")
@@ -246,14 +252,9 @@ def _piece_pairs(
     parts: int,
 ) -> jax.Array:
     """Online softmax of two blocks of queries [2, B, K, G, Q, H] over the pieces that each sees."""
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     piece = k.shape[2] // (2 * parts)
 
-    def product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
-
-    def step(carry: tuple, index: jax.Array) -> tuple[tuple, None]:
-        top, total, mixed = carry
+    def step(carry: Mixture, index: jax.Array) -> tuple[Mixture, None]:
         second = (index > device).astype(jnp.int32)
         begin = jnp.where(index > device, index - device - 1, index) * piece
         keys = jax.lax.dynamic_slice_in_dim(k, begin, piece, axis=2)
@@ -262,23 +263,17 @@ def _piece_pairs(
         spots = begin + jnp.arange(piece)
         allowed = (own[second][:, :, None] == ids[:, None]) & (places[second][:, None] >= spots)
         scores = product("bkgqh,bksh->bkgqs", q[second], keys)
-        scores = jnp.where(allowed[:, None, None], scores, _MASKED)
-        # A piece without an allowed key counts until the first allowed one shrinks it to nothing.
-        high = jax.lax.stop_gradient(jnp.maximum(top[second], jnp.max(scores, axis=-1)))
-        weights = jnp.exp(scores - high[..., None])
-        shrink = jnp.exp(top[second] - high)
-        added = product("bkgqs,bksh->bkgqh", weights.astype(values.dtype), values)
-        return (
-            top.at[second].set(high),
-            total.at[second].set(total[second] * shrink + jnp.sum(weights, axis=-1)),
-            mixed.at[second].set(mixed[second] * shrink[..., None] + added),
-        ), None
+        scores = jnp.where(allowed[:, None, None], scores, MASKED)
+        half = add_scores(
+            jax.tree.map(lambda x: x[second], carry), scores, "bkgqs,bksh->bkgqh", values
+        )
+        return jax.tree.map(lambda x, y: x.at[second].set(y), carry, half), None
 
     # Zeros that differ from device to device as far as the types know, as the results will.
     zeros = jnp.where(jnp.isnan(q), 0.0, 0.0)
-    carry = (zeros[..., 0] + _MASKED, zeros[..., 0], zeros)
-    (_, total, mixed), _ = jax.lax.scan(step, carry, jnp.arange(2 * parts + 1))
-    return (mixed / total[..., None]).astype(q.dtype)
+    carry = Mixture(zeros[..., 0] + MASKED, zeros[..., 0], zeros)
+    done, _ = jax.lax.scan(step, carry, jnp.arange(2 * parts + 1))
+    return (done.mixed / done.total[..., None]).astype(q.dtype)
 
 
 class Places(NamedTuple):
@@ -322,6 +317,17 @@ def init_cache(
         return KVCache(*(constrain(x, _CACHE_AXES) for x in empty))
 
     return jax.jit(make)()
+
+
+def store_slots(slots: jax.Array, total: int) -> jax.Array:
+    """Where slots lie in a store of `total`; on a mesh each piece of it ends in a spare one."""
+    slots = jnp.asarray(slots)
+    if ambient_mesh() is None:
+        return slots
+    pieces = _pieces()
+    each = total // pieces - 1
+    at = slots // each * (each + 1) + slots % each
+    return jnp.where(slots < pieces * each, at, total - 1)
 
 
 def plan_places(
@@ -393,7 +399,7 @@ def attend_cached(
     copies = kv_copies(k.shape[2])
     k, v = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k, v))
 
-    def spec(x: jax.Array, heads: str) -> PartitionSpec:
+    def spec(x: jax.Array, heads: str) -> Spec:
         return spec_for(("rows", None, heads, "head_dim"), x.shape, name="attention")
 
     cut = spec(q, "heads")[0] is not None

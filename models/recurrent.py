@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from race_jax.models.cache import KVCache
 from race_jax.models.deltanet import (
     Chunks,
     Delta,
@@ -20,28 +21,29 @@ from race_jax.models.deltanet import (
 )
 
 
-class HybridCache(NamedTuple):
-    """What a hybrid keeps of the tokens it has seen.
+class HybridStates(NamedTuple):
+    """What gated DeltaNet keeps, for all slots of a cache or for some.
 
     Attributes:
-        k: Rotated keys of the blocks with attention, [L_full, slots + 1, K, S, H].
-        v: Their values, alike.
-        state: float32 [L_linear, slots + 1, V, dk, dv], the states of gated DeltaNet.
-        windows: Its latest W - 1 inputs of the convolution, of queries, keys and values,
-            [L_linear, slots + 1, W - 1, heads, width].
+        state: float32 [L, slots, V, dk, dv], the states.
+        windows: The latest W - 1 inputs of the convolution, of queries, keys and values,
+            [L, slots, W - 1, heads, width].
     """
 
-    k: jax.Array
-    v: jax.Array
     state: jax.Array
     windows: tuple[jax.Array, jax.Array, jax.Array]
 
 
-class HybridStates(NamedTuple):
-    """The recurrent part of a cache, [L_linear, R, ...] for R slots."""
+class HybridCache(NamedTuple):
+    """What a hybrid keeps of the tokens it has seen; each part has its own blocks' layers.
 
-    state: jax.Array
-    windows: tuple[jax.Array, jax.Array, jax.Array]
+    Attributes:
+        entries: Keys and values of the blocks with attention.
+        states: Of the blocks with gated DeltaNet; its last slot is the spare one too.
+    """
+
+    entries: KVCache
+    states: HybridStates
 
 
 class Rows(NamedTuple):

@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from race_jax.models.weights import Joint, Piece, Region, Slot, leaf_at
+from race_jax.sharding import replicated
 from race_jax.types import Params
 
 Read = Callable[[tuple[slice, ...]], np.ndarray]
@@ -146,7 +147,7 @@ def _on_devices(leaf: jax.Array) -> Callable[..., jax.Array]:
     whole = None
     if not leaf.is_fully_addressable:
         assert isinstance(leaf.sharding, NamedSharding)
-        whole = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+        whole = replicated(leaf.sharding.mesh)
     return jax.jit(_slab, static_argnums=(2, 3), out_shardings=whole)
 
 

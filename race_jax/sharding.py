@@ -23,7 +23,11 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from race_jax.sharding_faults import does_not_divide, wrong_product
 from race_jax.types import Params
+
+Spec = PartitionSpec
+"""Where an array's dimensions go; `spec_for` makes it."""
 
 AXES: tuple[str, ...] = ("data", "fsdp", "tensor", "context")
 """The axes of every mesh, slowest first."""
@@ -146,26 +150,8 @@ def make_mesh(
     if open_axes:
         sizes[open_axes[0]] = max(len(devices) // fixed, 1)
     if math.prod(sizes.values()) != len(devices):
-        raise ValueError(_wrong_product(sizes, open_axes, len(devices)))
+        raise ValueError(wrong_product(sizes, open_axes, len(devices)))
     return jax.make_mesh(tuple(sizes.values()), AXES, (AxisType.Auto,) * len(AXES), devices=devices)
-
-
-def _wrong_product(sizes: dict[str, int], open_axes: list[str], count: int) -> str:
-    """What to say of a mesh that does not use all devices."""
-    shown = " x ".join(f"{name} {size}" for name, size in sizes.items() if name not in open_axes)
-    product = math.prod(size for name, size in sizes.items() if name not in open_axes)
-    if open_axes:
-        steps = [d for d in range(1, count + 1) if count % d == 0]
-        near = [d for d in steps if d < product][-1:] + [d for d in steps if d > product][:1]
-        remedy = f"make their product {' or '.join(map(str, near))}"
-        return (
-            f"the mesh has {shown} = {product} beside {open_axes[0]} -1, and {product} does not "
-            f"divide the {count} devices; {remedy}."
-        )
-    rests = {name: product // size for name, size in sizes.items()}
-    fits = [f"{name} {count // rest}" for name, rest in rests.items() if count % rest == 0]
-    remedy = f"set {' or '.join(fits)}" if fits else f"choose sizes whose product is {count}"
-    return f"the mesh is {shown} = {product}, and the number of devices is {count}; {remedy}."
 
 
 @contextlib.contextmanager
@@ -246,7 +232,7 @@ def spec_for(
             count = math.prod(mesh.shape[place] for place in places)
             if shape[index] % count:
                 if axis not in _LENIENT and axis not in rules.replicate:
-                    raise ValueError(_does_not_divide(name, axis, shape[index], places, mesh))
+                    raise ValueError(does_not_divide(name, axis, shape[index], places, mesh.shape))
                 places = ()
         parts.append(places)
     for (i, one), (j, two) in itertools.combinations(enumerate(parts), 2):
@@ -256,26 +242,6 @@ def spec_for(
                 "them a logical axis that the table puts elsewhere."
             )
     return PartitionSpec(*((p[0] if len(p) == 1 else p) if p else None for p in parts))
-
-
-def _does_not_divide(
-    name: str, axis: str, size: int, places: Sequence[str], mesh: Mesh | AbstractMesh
-) -> str:
-    """What to say of a dimension that does not divide, with the nearest settings that do."""
-    count = math.prod(mesh.shape[place] for place in places)
-    where = " x ".join(places)
-    given = " x ".join(str(mesh.shape[place]) for place in places)
-    sums = f"{given} = {count}" if len(places) > 1 else given
-    divisors = [d for d in range(1, size + 1) if size % d == 0]
-    below, above = [d for d in divisors if d < count], [d for d in divisors if d > count]
-    near = below[-1:] + above[:1]
-    remedy = f"make {where} {' or '.join(map(str, near))}"
-    if axis in ("batch", "time", "slots"):
-        low, high = size // count * count, -(-size // count) * count
-        remedy += f", or {axis} {' or '.join(str(x) for x in dict.fromkeys((low, high)) if x)}"
-    else:
-        remedy += f', or keep it whole on every device with Rules(replicate=("{axis}",))'
-    return f"{name}: {axis} is {size} and does not divide over {where} = {sums}; {remedy}."
 
 
 def sharding_for(
@@ -294,6 +260,16 @@ def sharding_for(
         P(('data', 'fsdp'), 'context')
     """
     return NamedSharding(mesh, spec_for(axes, shape, mesh, rules, name=name))
+
+
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """Whole on every device of a mesh."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def only(spec: Spec, axis: str) -> Spec:
+    """What one mesh axis cuts in a spec; what others cut is whole."""
+    return PartitionSpec(*(place if place == axis else None for place in spec))
 
 
 def shardings_for(axes: Params, mesh: Mesh, shapes: Params, rules: Rules | None = None) -> Params:
@@ -370,7 +346,7 @@ def state_shardings(state: Any, params: Params, shardings: Params) -> Any:
         tuple(map(str, path)): (leaf.shape, sharding)
         for (path, leaf), sharding in zip(leaves, placed, strict=True)
     }
-    whole = NamedSharding(placed[0].mesh, PartitionSpec())
+    whole = replicated(placed[0].mesh)
 
     def one(path: tuple, leaf: Any) -> NamedSharding:
         words = tuple(map(str, path))

@@ -65,3 +65,15 @@ def test_configs_are_not_read_with_silent_defaults():
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr":
                 name = getattr(node.args[0], "id", "")
                 assert not (len(node.args) == 3 and re.match("cfg|config", name)), path
+
+
+def test_one_module_alone_decides_where_arrays_go():
+    for _, path, tree in sources():
+        if path.name != "sharding.py":
+            named = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name)]
+            named += [n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
+            assert not {"PartitionSpec", "P"} & {*named, *imported_names(tree)}, path
+
+
+def imported_names(tree):
+    return {name.rpartition(".")[2] for name in imported(tree)}

@@ -1,4 +1,4 @@
-"""Several processes as one: starting them, sharing batches out, and keeping them in step.
+"""The devices and processes of a run: their mesh, starting them, and keeping them in step.
 
 All processes run the same program on one mesh over all their devices. A process that stops calling
 while another still does leaves it waiting for ever, so everything here that decides whether to go
@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
+from numpy.typing import ArrayLike
 
 from race_jax.sharding import Rules, sharding_for
 
@@ -224,8 +225,13 @@ def to_mesh(batch: Batch, mesh: Mesh) -> dict[str, jax.Array]:
     return {name: one(name, value) for name, value in batch.items()}
 
 
-def largest_of_all(values: np.ndarray) -> np.ndarray:
-    """The element-wise largest `values` over all processes; every process calls it."""
+def largest_of_all(values: ArrayLike) -> np.ndarray:
+    """The element-wise largest `values` over all processes; every process calls it.
+
+    Example:
+        >>> int(largest_of_all(3)), bool(largest_of_all(False))
+        (3, False)
+    """
     if jax.process_count() == 1:
         return np.asarray(values)
     return np.max(multihost_utils.process_allgather(np.asarray(values)), axis=0)

@@ -16,12 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from rich.table import Table
 
-from race_jax.logprobs import token_logprobs
 from race_jax.packing import ACTION, DECISION, REASONING
-from race_jax.train.interrupt import largest
+from race_jax.train.distributed import largest_of_all
 from race_jax.train.optimizer import compute_params, matrices
 from race_jax.train.state import Trainee
-from race_jax.train.step import Arrays, ComputeConfig, places_in, select_places
+from race_jax.train.step import Arrays, ComputeConfig, logprobs_at, places_in
 from race_jax.types import Params
 
 Sums = dict[str, tuple[jax.Array, jax.Array]]
@@ -50,21 +49,20 @@ def make_evaluation(trainee: Trainee, compute: ComputeConfig, close: int) -> Cal
         hidden = trainee.model.forward(params, *(batch[key] for key in keys))
         head = trainee.model.head(params)
 
-        def at(mask: jax.Array, count: int, targets: jax.Array) -> tuple[jax.Array, Arrays]:
-            order, picked = select_places({**batch, "loss_mask": mask}, count)
-            states = jnp.take_along_axis(hidden, order[..., None], axis=1)
-            wanted = jnp.take_along_axis(targets, order, axis=1)
-            return token_logprobs(states, head, wanted, chunk=compute.head_chunk), picked
-
-        nats, there = at(batch["loss_mask"], places, batch["targets"])
+        nats, there = logprobs_at(hidden, head, batch, places, compute)
         kinds = jnp.where(there["loss_mask"], there["kinds"], 0)
 
         def mean(mask: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
             return jnp.sum(jnp.where(mask, values, 0)), jnp.sum(mask)
 
         decided = batch["loss_mask"] & (batch["kinds"] == DECISION)
-        closing, turns = at(decided, decisions, jnp.full_like(batch["targets"], close))
-        skip = turns["targets"] == close
+        asked = {
+            "loss_mask": decided,
+            "skip": batch["targets"] == close,
+            "targets": jnp.full_like(batch["targets"], close),
+        }
+        closing, turns = logprobs_at(hidden, head, asked, decisions, compute)
+        skip = turns["skip"]
         chance = jnp.exp(closing)
         return {
             "loss": mean(there["loss_mask"], -nats),
@@ -102,7 +100,7 @@ def evaluate(
         width = batch["tokens"].shape[1]
         mask = np.asarray(batch["loss_mask"], bool)
         decided = mask & (np.asarray(batch["kinds"]) == DECISION)
-        most = [largest(places_in(places, width)) for places in (mask, decided)]
+        most = largest_of_all([places_in(places, width) for places in (mask, decided)]).tolist()
         sums = evaluation(trained, frozen, place(batch), *most)
         for name, pair in sums.items():
             total[name] = total.get(name, np.zeros(2)) + np.asarray(pair, np.float64)

@@ -1,4 +1,4 @@
-"""Stopping in good order: a signal is taken between steps, and all processes agree on it."""
+"""Stopping in good order: a signal is noted, and taken between steps."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
-
-import jax
-import numpy as np
 
 
 @contextlib.contextmanager
@@ -39,21 +36,3 @@ def stop_requests() -> Iterator[threading.Event]:
         yield event
     finally:
         back()
-
-
-def any_process(flag: bool) -> bool:
-    """Whether `flag` is set in any process: all must stop after the same step."""
-    if jax.process_count() == 1:
-        return flag
-    from jax.experimental.multihost_utils import process_allgather
-
-    return bool(np.any(process_allgather(np.asarray(flag))))
-
-
-def largest(count: int) -> int:
-    """The largest `count` of any process: all must run the same program."""
-    if jax.process_count() == 1:
-        return count
-    from jax.experimental.multihost_utils import process_allgather
-
-    return int(np.max(process_allgather(np.asarray(count))))

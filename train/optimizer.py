@@ -125,7 +125,12 @@ def is_matrix(axes: tuple[str, ...]) -> bool:
 
 def matrices(axes: Params) -> Params:
     """For each parameter, whether it is a matrix, by its logical axes from `param_axes`."""
-    return jax.tree.map(is_matrix, axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    return map_axes(is_matrix, axes)
+
+
+def map_axes(function: Callable[[tuple[str, ...]], Any], axes: Params) -> Params:
+    """`function` of each parameter's logical axes, in a tree like that of `param_axes`."""
+    return jax.tree.map(function, axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 
 def make_optimizer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from collections.abc import Iterator
 
@@ -44,7 +45,8 @@ def run_plan(config: str, topology: str, model: str | None = None, row: bool = F
         if fault and len(names) == 1:
             raise ValueError(fault)
         if fault:
-            console.print(f"{fault}\n", style="dim", markup=False) if not row else None
+            if not row:
+                console.print(f"{fault}\n", style="dim", markup=False)
             continue
         found = reports
         if all(report.memory.fits for report in reports):
@@ -102,7 +104,7 @@ def show(console: Console, report: Report, config: PlanConfig) -> None:
     """Print one report."""
     memory, costs = report.memory, report.costs
     versions = ", ".join(f"{name} {version}" for name, version in compilers().items())
-    print_line = lambda text: console.print(text, markup=False)  # noqa: E731
+    print_line = functools.partial(console.print, markup=False)
     print_line(f"{report.program} on {report.topology}: {report.chips} chips, {mesh_words(report)}")
     print_line(f"compiled in {report.seconds:.0f} s by {versions}: {described(report, config)}")
     table = Table("GiB per chip", "", box=None, pad_edge=False)
@@ -117,11 +119,11 @@ def show(console: Console, report: Report, config: PlanConfig) -> None:
     limit = "" if memory.limit is None else f" of {memory.limit / GIB:.2f}"
     table.add_row("total", f"{memory.total / GIB:.2f}{limit}")
     console.print(table)
-    if costs is not None:
-        ratio = costs.flops * report.chips / report.model_flops
+    compiled = report.compiled_flops
+    if costs is not None and compiled is not None:
         print_line(
-            f"FLOPs: compiled {costs.flops * report.chips:.3g}, model {report.model_flops:.3g}, "
-            f"ratio {ratio:.2f}; {costs.flops:.3g} per chip"
+            f"FLOPs: compiled {compiled:.3g}, model {report.model_flops:.3g}, "
+            f"ratio {compiled / report.model_flops:.2f}; {costs.flops:.3g} per chip"
         )
         for kind, traffic in sorted(costs.collectives.items()):
             print_line(f"{kind}: {traffic.count:,} times, {traffic.bytes / GIB:.2f} GiB per chip")
@@ -147,7 +149,8 @@ def markdown(report: Report, config: PlanConfig, command: str) -> str:
     parts += [size(memory.activations), size(memory.temporaries)]
     limit = "" if memory.limit is None else f" / {size(memory.limit)}"
     parts.append(size(memory.total) + limit)
-    parts.append(f"{costs.flops * report.chips / report.model_flops:.2f}" if costs else "-")
+    compiled = report.compiled_flops
+    parts.append("-" if compiled is None else f"{compiled / report.model_flops:.2f}")
     traffic = sorted(costs.collectives.items()) if costs else []
     parts.append(", ".join(f"{kind} {size(t.bytes)}" for kind, t in traffic) or "-")
     parts += ["yes" if memory.fits else f"no: {report.advice}", f"`{command}`"]

@@ -13,6 +13,7 @@ import yaml
 from race_jax.models import ModelConfig
 from race_jax.train.distributed import MeshConfig
 from race_jax.train.optimizer import LoraConfig
+from race_jax.train.sft_setup import SftConfig
 from race_jax.train.step import ComputeConfig
 
 Settings = TypeVar("Settings")
@@ -93,8 +94,6 @@ def read_config(path: str, model: str | None = None) -> PlanConfig:
 
 def _plan_of_sft(path: str) -> PlanConfig:
     """What a supervised run computes in a step, were all of its batch policy tokens."""
-    from race_jax.train.sft_setup import SftConfig  # which is built on this module
-
     run = _parse(path, SftConfig)
     return PlanConfig(
         run.model,

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, Sharding
 
 from race_jax import losses
-from race_jax.logic.engine import Engine
+from race_jax.logic.scoring import score_rows
 from race_jax.logprobs import token_logprobs
 from race_jax.models import Model, abstract_params, make_model, param_axes
 from race_jax.sharding import sharding_for, shardings_for
 from race_jax.train.flops import ModelFlops
-from race_jax.train.optimizer import OptimizerConfig, make_optimizer, matrices
+from race_jax.train.optimizer import OptimizerConfig, make_optimizer
 from race_jax.train.plan_config import PlanConfig, model_config
 from race_jax.train.state import Trainee, abstract_state
-from race_jax.train.step import Arrays, make_step
+from race_jax.train.step import Arrays, make_step, sft_loss
 from race_jax.types import Params
 
 
@@ -126,20 +126,14 @@ def _engine(setting: _Setting) -> Program:
     head = jax.ShapeDtypeStruct(head.shape, jnp.float32, sharding=head.sharding)
     cache = _cache(setting, params, config.sequence_length + tokens)
 
-    def step(params: Params, head: Any, cache: Any, *rest: Any) -> Any:
-        # The engine's own function, which reads nothing of the engine but the model.
-        engine = Engine(model, params, length=config.sequence_length, slots=rows, rows=rows)
-        forward: Callable[..., Any] = engine._forward
-        return forward(params, head, cache, *rest, places)
-
     flat = setting.array((None,), (rows,))
     picks = setting.array((None,), (rows * tokens,))
     rest = (setting.array((None, None), (rows, tokens)), flat, flat, flat, picks, picks)
-    jitted = jax.jit(step, donate_argnums=2)
+    jitted = jax.jit(functools.partial(score_rows, model), donate_argnums=2)
     return Program(
         "LoGiC engine step",
         f"{rows} sequences of {setting.length}, {tokens} more of each, {places} scored",
-        lambda: jitted.lower(params, head, cache, *rest),
+        lambda: jitted.lower(params, head, cache, *rest, places),
         {"parameters": (params, head), "cache": cache, "inputs": rest},
         ModelFlops(model.config).extend(rows, tokens, config.sequence_length, places),
     )
@@ -185,7 +179,7 @@ def _training(setting: _Setting) -> Program:
     model, config = setting.model, setting.config
     frozen = setting.params() if config.lora.rank else {}
     trainee = Trainee(model, frozen, config.lora)
-    rule = make_optimizer(OptimizerConfig(), 1000, matrices(trainee.trained_axes))
+    rule = make_optimizer(OptimizerConfig(), 1000, trainee.decayed)
     state = abstract_state(trainee, rule, setting.mesh)
     names = ("tokens", "targets", "positions", "segment_ids")
     batch: dict[str, Any] = {name: setting.row() for name in names}
@@ -209,11 +203,6 @@ def _training(setting: _Setting) -> Program:
         },
         (2 if config.lora.rank else 3) * flops,
     )
-
-
-def sft_loss(logprobs: jax.Array, batch: Arrays) -> tuple[jax.Array, jax.Array]:
-    """Sum and weight, as supervised training has them."""
-    return losses.sft(logprobs, batch["loss_mask"])
 
 
 def rl_loss(logprobs: jax.Array, batch: Arrays) -> tuple[jax.Array, jax.Array]:

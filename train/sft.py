@@ -19,9 +19,9 @@ from rich.console import Console
 from race_jax.checkpoint import Checkpoints
 from race_jax.metrics import MetricWriter
 from race_jax.sharding import use_mesh
-from race_jax.train.distributed import start
+from race_jax.train.distributed import largest_of_all, start
 from race_jax.train.evaluate import close_table, evaluate, shown
-from race_jax.train.interrupt import any_process, largest, stop_requests
+from race_jax.train.interrupt import stop_requests
 from race_jax.train.progress import Meter
 from race_jax.train.sft_setup import Run, SftConfig, peak_memory, prepare
 from race_jax.train.state import TrainState
@@ -70,7 +70,7 @@ def sft(config: SftConfig, *, console: Console | None = None, until: int | None 
                     loop.report(step, numbers)
                     if step % config.eval_every == 0 or step == config.steps:
                         rounds[f"step {step}"] = loop.evaluate(step, state)
-                    stopped = any_process(stop.is_set()) or step == until
+                    stopped = bool(largest_of_all(stop.is_set())) or step == until
                     if stopped or step % config.save_every == 0 or step == config.steps:
                         loop.save(step, state)
                     if stopped:
@@ -102,7 +102,7 @@ class Loop:
         """One step over the next batch."""
         batch = next(self.run.data)
         self.tokens += int(np.sum(batch["segment_ids"] > 0))
-        places = largest(places_in(batch["loss_mask"], batch["tokens"].shape[1]))
+        places = int(largest_of_all(places_in(batch["loss_mask"], batch["tokens"].shape[1])))
         return self.run.step(state, self.run.frozen, self.run.place(batch), places)
 
     def report(self, step: int, numbers: Mapping[str, jax.Array]) -> None:

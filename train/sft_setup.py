@@ -9,13 +9,12 @@ import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
 
-from race_jax import jsonl, losses
+from race_jax import jsonl
 from race_jax.chat import renderer_for
 from race_jax.checkpoint import Checkpoints, check_settings
 from race_jax.families import family_of
@@ -31,12 +30,11 @@ from race_jax.train.optimizer import (
     LoraConfig,
     OptimizerConfig,
     make_optimizer,
-    matrices,
     schedule,
 )
 from race_jax.train.runtime import enable_compilation_cache, model_fingerprint
 from race_jax.train.state import Trainee, TrainState, abstract_state, init_state
-from race_jax.train.step import Arrays, ComputeConfig, make_step
+from race_jax.train.step import Arrays, ComputeConfig, make_step, sft_loss
 from race_jax.types import Params
 
 FREE = (
@@ -146,10 +144,7 @@ class Run:
         self.model = make_model(shape, {})
         self.trainee = Trainee(self.model, {}, config.lora)
         self.schedule = schedule(config.optimizer, config.steps)
-        flags = matrices(self.trainee.axes)
-        if config.lora.rank:
-            flags = jax.tree.map(lambda _: True, self.trainee.trained_axes, is_leaf=_is_axes)
-        self.rule = make_optimizer(config.optimizer, config.steps, flags)
+        self.rule = make_optimizer(config.optimizer, config.steps, self.trainee.decayed)
         self.frozen: Params = {}
         self.step = make_step(self.trainee, self.rule, sft_loss, config.compute)
         self.evaluation = make_evaluation(self.trainee, config.compute, closing_id(self.renderer))
@@ -196,11 +191,6 @@ class Run:
         return begin(params, jax.random.key(self.config.seed))
 
 
-def sft_loss(logprobs: jax.Array, batch: Arrays) -> tuple[jax.Array, jax.Array]:
-    """RACE eq. 12 on a batch."""
-    return losses.sft(logprobs, batch["loss_mask"])
-
-
 def prepare(config: SftConfig, console: Console) -> Run:
     """Check and gather all that a run needs, before anything is written."""
     enable_compilation_cache()
@@ -208,10 +198,6 @@ def prepare(config: SftConfig, console: Console) -> Run:
     run = Run(config, console)
     run.folder.mkdir(parents=True, exist_ok=True)
     return run
-
-
-def _is_axes(leaf: Any) -> bool:
-    return isinstance(leaf, tuple)
 
 
 def peak_memory() -> int:

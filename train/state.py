@@ -7,11 +7,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from race_jax.models import Model, abstract_params, param_axes
-from race_jax.sharding import shardings_for, state_shardings
-from race_jax.train.optimizer import LoraConfig, init_lora, lora_axes, merge_lora
+from race_jax.sharding import replicated, shardings_for, state_shardings
+from race_jax.train.optimizer import (
+    LoraConfig,
+    init_lora,
+    is_matrix,
+    lora_axes,
+    map_axes,
+    merge_lora,
+)
 from race_jax.types import Params
 
 
@@ -55,6 +62,11 @@ class Trainee(NamedTuple):
         return param_axes(self.model.config)
 
     @property
+    def decayed(self) -> Params:
+        """Which trained arrays weight decay touches: matrices, and all adapters."""
+        return map_axes(lambda axes: bool(self.lora.rank) or is_matrix(axes), self.trained_axes)
+
+    @property
     def trained_axes(self) -> Params:
         """Logical axes of what is trained."""
         return lora_axes(self.axes) if self.lora.rank else self.axes
@@ -81,7 +93,7 @@ def abstract_state(
     if mesh is None:
         return state
     placed = shardings_for(trainee.trained_axes, mesh, state.trained)
-    whole = NamedSharding(mesh, PartitionSpec())
+    whole = replicated(mesh)
     where = jax.tree.map(lambda _: whole, state)._replace(
         trained=placed, optimizer=state_shardings(state.optimizer, state.trained, placed)
     )

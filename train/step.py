@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from race_jax import losses
 from race_jax.logprobs import token_logprobs
 from race_jax.sharding import constrain
 from race_jax.train.optimizer import compute_params, matrices
@@ -20,6 +21,11 @@ Arrays = Mapping[str, jax.Array]
 """A batch: `tokens`, `targets`, `positions`, `segment_ids`, `loss_mask` and more, each [B, T]."""
 Loss = Callable[[jax.Array, Arrays], tuple[jax.Array, jax.Array]]
 """Log-probabilities [B, P] and the batch at those places -> (sum, weight)."""
+
+
+def sft_loss(logprobs: jax.Array, batch: Arrays) -> tuple[jax.Array, jax.Array]:
+    """Negative log-likelihood of the policy's tokens: RACE eq. 12 on a batch."""
+    return losses.sft(logprobs, batch["loss_mask"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +84,16 @@ def batch_logprobs(
         batch["segment_ids"],
         remat=compute.remat == "block",
     )
+    return logprobs_at(hidden, trainee.model.head(params), batch, places, compute)
+
+
+def logprobs_at(
+    hidden: jax.Array, head: jax.Array, batch: Arrays, places: int, compute: ComputeConfig
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """`batch_logprobs`, given the hidden states [B, T, D] and the head [V, D]."""
     order, picked = select_places(batch, places)
-    hidden = jnp.take_along_axis(hidden, order[..., None], axis=1)
-    head = trainee.model.head(params)
-    return token_logprobs(hidden, head, picked["targets"], chunk=compute.head_chunk), picked
+    states = jnp.take_along_axis(hidden, order[..., None], axis=1)
+    return token_logprobs(states, head, picked["targets"], chunk=compute.head_chunk), picked
 
 
 def split_batch(batch: Arrays, parts: int) -> Arrays:

@@ -19,6 +19,7 @@ beginning is in some slot's cache already, it is copied instead of forwarded.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -28,10 +29,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from race_jax.logic.cover import Cover, check_epsilons, find_fault, first_forwarded, most_scored
-from race_jax.logic.scoring import float32_head
+from race_jax.logic.scoring import float32_head, score_rows
 from race_jax.logic.search import Outcome, Search
 from race_jax.logic.seats import Batch, Seat, plan
-from race_jax.logprobs import leading_token_logprobs
+from race_jax.prefixes import common_length
 from race_jax.types import LanguageModel, Params, TokenTrajectory
 
 
@@ -121,16 +122,11 @@ class Engine:
         self.stats = Stats()
         # The last row of a sequence may reach row_tokens - 1 beyond its end.
         self.cache_length = length + row_tokens
-        self._step = jax.jit(self._forward, donate_argnums=(2,))
+        self._step = jax.jit(functools.partial(score_rows, model), donate_argnums=(2,))
         self._read = jax.jit(model.read_rows, static_argnums=(3,))
         self._write = jax.jit(model.write_rows, donate_argnums=(0,))
         self._read_states = jax.jit(model.read_states)
         self._write_states = jax.jit(model.write_states, donate_argnums=(0,))
-
-    def _forward(self, params, head, cache, tokens, slots, starts, counts, pick, targets, count):
-        hidden, cache = self.model.extend(params, cache, tokens, slots, starts, counts)
-        states = hidden.reshape(-1, hidden.shape[-1])[pick]
-        return leading_token_logprobs(states, head, targets, count), cache
 
     def warm(self) -> None:
         """Compile every program, on rows that belong to nobody."""
@@ -246,10 +242,10 @@ class Engine:
             if not (self.share_prompts and seat.search.untouched):
                 continue
             prompt = np.asarray(seat.search.trajectory.prompt)
-            common = {slot: _common(prompt, r.prompt) for slot, r in residents.items()}
+            common = {slot: common_length(prompt, r.prompt) for slot, r in residents.items()}
             usable = {slot: min(n, residents[slot].valid) for slot, n in common.items()}
             soon = [n for slot, n in common.items() if slot in filling and slot != seat.slot]
-            soon += [_common(prompt, leader) for leader in leaders]
+            soon += [common_length(prompt, leader) for leader in leaders]
             donor = max(usable, key=lambda slot: (usable[slot], slot == seat.slot), default=None)
             now = usable[donor] if donor is not None else 0
             now = min(now, first_forwarded(seat.search.sequence, 0))
@@ -387,10 +383,3 @@ class Engine:
                 seats.remove(seat)
                 finished.append(search)
         return cache, finished
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """The length of the longest common beginning."""
-    size = min(len(a), len(b))
-    differing = np.flatnonzero(a[:size] != b[:size])
-    return int(differing[0]) if differing.size else size

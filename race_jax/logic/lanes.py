@@ -78,16 +78,9 @@ class Lanes:
     ) -> Iterator[list[Cover] | Failure]:
         """Decide every trajectory, as `Engine.run` does; the lanes take them one by one.
 
-        Args:
-            trajectories: Read from any of the threads, by one at a time.
-            epsilons: Thresholds, nats per token.
-            on_step: Called after every step of any lane, by one thread at a time.
-
-        Yields:
-            The covers of one trajectory, thresholds rising; or why it has none.
+        `trajectories` and `on_step` are called from any of the threads, by one at a time.
 
         Raises:
-            ValueError: A threshold is negative or not finite.
             Exception: What a lane or `trajectories` raised, after the results before it.
         """
         check_epsilons(epsilons)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from race_jax.logprobs import leading_token_logprobs
-from race_jax.types import Assembled, LanguageModel, Params
+from race_jax.types import Assembled, Cache, LanguageModel, Params
 
 
 def bucket_length(length: int, *, smallest: int = 64) -> int:
@@ -56,6 +56,43 @@ def action_means(sequence: Assembled, logprobs: np.ndarray) -> np.ndarray:
     sizes = sequence.actions[:, 1] - sequence.actions[:, 0]
     sums = np.add.reduceat(logprobs.astype(np.float64), np.cumsum(sizes) - sizes)
     return sums / sizes
+
+
+def score_rows(
+    model: LanguageModel,
+    params: Params,
+    head: jax.Array,
+    cache: Cache,
+    tokens: jax.Array,
+    slots: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    places: jax.Array,
+    targets: jax.Array,
+    count: jax.Array,
+) -> tuple[jax.Array, Cache]:
+    """One step of the engine: append rows to cached sequences, and score some of their tokens.
+
+    Args:
+        model: Pure forward functions.
+        params: The model's parameters.
+        head: float32 [V, D].
+        cache: Of the model; donate it.
+        tokens: int32 [R, Q], and with `slots`, `starts`, `counts` as `LanguageModel.extend` has
+            them.
+        slots: int32 [R].
+        starts: int32 [R].
+        counts: int32 [R].
+        places: int32 [R Q], indices into the R Q tokens; those behind `count` are not read.
+        targets: int32 [R Q], the token that the state at each place must predict.
+        count: int32, how many places there are.
+
+    Returns:
+        Log-probabilities float32 [R Q] in nats, as `leading_token_logprobs`, and the cache.
+    """
+    hidden, cache = model.extend(params, cache, tokens, slots, starts, counts)
+    states = hidden.reshape(-1, hidden.shape[-1])[places]
+    return leading_token_logprobs(states, head, targets, count), cache
 
 
 def float32_head(model: LanguageModel, params: Params) -> jax.Array:

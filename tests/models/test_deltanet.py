@@ -206,4 +206,3 @@ def test_segments_begin_where_the_id_changes():
     ids = jnp.array([[0, 0, 1, 1, 2], [3, 3, 3, 0, 0]])
     first = np.array([[1, 0, 1, 0, 1], [1, 0, 0, 1, 0]], bool)
     np.testing.assert_array_equal(find_fresh(ids), first)
-    np.testing.assert_array_equal(find_fresh(ids, jnp.array([1, 3]))[:, 0], [True, False])

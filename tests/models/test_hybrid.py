@@ -192,7 +192,7 @@ def test_states_are_rolled_back_exactly_and_copied_to_other_slots(rng):
     states, rows = MODEL.read_states(cache, zero), MODEL.read_rows(cache, zero, at, 16)
     tokens[0] = tried
     _, cache = put(cache, tokens, [0, 3, 3, 3, 3], [20, 0, 0, 0, 0], [16, 0, 0, 0, 0])
-    assert np.abs(cache.state[:, 0] - before.state[:, 0]).max() > 1e-3
+    assert np.abs(cache.states.state[:, 0] - before.states.state[:, 0]).max() > 1e-3
     cache = MODEL.write_states(MODEL.write_rows(cache, rows, zero, at), states, zero)
     for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(before), strict=True):
         np.testing.assert_array_equal(a[:, :3], b[:, :3])

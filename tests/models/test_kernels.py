@@ -58,7 +58,7 @@ CASES = {
 @ways
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_equal_the_plain_path(monkeypatch, rng, way, case):
-    monkeypatch.setattr(kernels, "_MASKED", 128)
+    monkeypatch.setattr(kernels, "_PIECE", 128)
     monkeypatch.setattr(kernels, "_BLOCK", 128)
     ids = CASES[case]
     arrays = draw(rng, *ids.shape)

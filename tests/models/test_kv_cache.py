@@ -10,6 +10,7 @@ import torch
 
 from race_jax.models import Model, ModelConfig, init_model, load_model
 from race_jax.models import attention as attention_module
+from race_jax.models.cache import KVCache
 
 SMALL = ModelConfig("qwen3", 61, 24, 40, 2, 4, num_key_value_heads=2, head_dim=8)
 MODEL = init_model(SMALL, 0)
@@ -58,10 +59,11 @@ def test_states_and_cache_equal_transformers(pair, rng):
     kinds = model.config.layer_types or ["full_attention"] * len(out.past_key_values.layers)
     pairs = zip(out.past_key_values.layers, kinds, strict=True)
     full = [kept for kept, kind in pairs if kind == "full_attention"]
+    entries = cache if isinstance(cache, KVCache) else cache.entries
     for layer, kept in enumerate(full):
-        np.testing.assert_allclose(cache.k[layer, 1, :, :24], kept.keys[0].numpy(), atol=1e-4)
-        np.testing.assert_allclose(cache.v[layer, 1, :, :24], kept.values[0].numpy(), atol=1e-4)
-    assert np.all(cache.k[:, 0] == 0) and np.all(cache.k[:, 1, :, 24:] == 0)
+        np.testing.assert_allclose(entries.k[layer, 1, :, :24], kept.keys[0].numpy(), atol=1e-4)
+        np.testing.assert_allclose(entries.v[layer, 1, :, :24], kept.values[0].numpy(), atol=1e-4)
+    assert np.all(entries.k[:, 0] == 0) and np.all(entries.k[:, 1, :, 24:] == 0)
 
 
 @ways

@@ -17,6 +17,7 @@ from race_jax.train.distributed import (
     DistributedConfig,
     cluster_size,
     in_step,
+    largest_of_all,
     row_share,
     start,
     to_mesh,
@@ -64,6 +65,11 @@ def run_together(count, sizes, folder):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     return run_together(1, {"fsdp": 4, "tensor": 2}, tmp_path_factory.mktemp("one"))[0]
+
+
+def test_one_process_decides_for_itself():
+    assert largest_of_all(True) and not largest_of_all(False)
+    assert largest_of_all([3, 5]).tolist() == [3, 5]
 
 
 # Rows are divided over the processes, or every process has a part of the heads and tokens of all.

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from race_jax.train.interrupt import any_process, stop_requests
+from race_jax.train.interrupt import stop_requests
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -37,8 +37,3 @@ def test_other_threads_are_left_alone():
     thread.start()
     thread.join()
     assert found == [True]
-
-
-def test_one_process_decides_for_itself():
-    assert any_process(True) is True
-    assert any_process(False) is False
