@@ -28,6 +28,7 @@ def _agentgym(environment: str) -> _Place:
 _PLACES = {
     "potions": _Place("potions", "PotionShop", "PotionShopConfig", quick=True),
     "scienceworld": _Place("scienceworld", "ScienceWorld", "ScienceWorldConfig"),
+    "search": _Place("search", "DeepSearch", "DeepSearchConfig"),
     "webshop": _Place("webshop", "WebShop", "WebShopConfig", quick=True),
     "appworld": _Place("appworld", "AppWorld", "AppWorldConfig"),
     "agentgym-sciworld": _agentgym("AgentGymSciWorld"),
@@ -41,7 +42,7 @@ class EnvironmentConfig:
     """Which environment, and how many run at once.
 
     Attributes:
-        name: `potions`, `scienceworld`, `webshop`, `appworld`, `agentgym-sciworld`,
+        name: `potions`, `scienceworld`, `search`, `webshop`, `appworld`, `agentgym-sciworld`,
             `agentgym-webshop` or `agentgym-searchqa`.
         settings: The environment's own settings.
         workers: Processes that run one episode each; 0 runs all in this process. By default 0 for

@@ -9,6 +9,7 @@ import pytest
 from env_servers import broken, cut, dropped, free_port, gateway, html, saying, serving, slow
 
 from race_jax.envs.base import EnvironmentFault, Step, replay
+from race_jax.envs.factory import make_environment
 from race_jax.envs.search import ANSWERED, FAILED, NOTHING, DeepSearch, DeepSearchConfig
 from race_jax.envs.search_index import SAMPLE, Document, SearchIndex, load_corpus
 from race_jax.envs.search_server import SearchServer
@@ -407,3 +408,9 @@ def test_files_that_hold_no_corpus(tmp_path):
         load_corpus(tmp_path / "none.jsonl")
     with pytest.raises(ValueError, match="holds no line; it must hold documents"):
         load_corpus(write(tmp_path / "empty.jsonl", "", " "))
+
+
+def test_it_is_built_by_name_from_settings(server):
+    env = make_environment("search", {"address": server.address, "reward": "em", "topk": 1})
+    assert env.reset("search_train/train_0") == "What is the capital of Velmora?"
+    assert env.step(answer("Ostrin")).success
