@@ -12,7 +12,7 @@ from race_jax.rollout.jobs import Job
 from race_jax.rollout.limits import RolloutConfig
 from race_jax.rollout.manners import PLAIN, Manner, OwnTool
 
-AgentKind = Literal["plain", "react", "sparse_react", "think_tool", "dart", "adapt"]
+AgentKind = Literal["plain", "direct", "react", "sparse_react", "think_tool", "dart", "adapt"]
 
 THINK = OwnTool(
     {
@@ -33,6 +33,7 @@ THINK = OwnTool(
 
 _MANNERS = {
     "plain": PLAIN,
+    "direct": Manner(closed=True),
     "react": Manner(advice="Reason before every call: what do you know, and what follows from it?"),
     "sparse_react": Manner(
         advice="Reason only where it is needed, to plan, to choose or to find a way out. Where the "
@@ -51,11 +52,12 @@ class AgentConfig:
     """Which agent plays, around the same model.
 
     Attributes:
-        kind: `plain`: the model as it is. `react`: told to reason at every turn. `sparse_react`:
-            told that it may skip. `think_tool`: its turns begin with closed reasoning, and a tool
-            takes thoughts; the tokens of those turns count as reasoning. `dart`: several turns are
-            drafted without reasoning, and only where they disagree the model thinks. `adapt`: an
-            executor tries, and only where it fails, a planner splits the task.
+        kind: `plain`: the model as it is. `direct`: every turn begins with closed reasoning, so the
+            model acts at once; for models that know no thinking too. `react`: told to reason at
+            every turn. `sparse_react`: told that it may skip. `think_tool`: as `direct`, with a
+            tool that takes thoughts; the tokens of those turns count as reasoning. `dart`: several
+            turns are drafted without reasoning, and only where they disagree the model thinks.
+            `adapt`: an executor tries, and only where it fails, a planner splits the task.
         drafts: Of `dart`, at least 2.
         agreement: Share of the drafts that must agree in `dart`, in (0, 1].
         depth: Levels of the task in `adapt`, at least 1.

@@ -154,7 +154,7 @@ def measures_table(rows: Sequence[Measures], title: str = "") -> Table:
     """Measures side by side, one row each."""
     caption = "reasoning, turns: per episode; a think: reasoning tokens per turn that has any"
     table = Table(title=title or None, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("", overflow="fold", min_width=12)
+    table.add_column("", overflow="fold", min_width=9)
     for column in _COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:

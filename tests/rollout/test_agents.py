@@ -81,6 +81,17 @@ def test_the_think_tool_takes_thoughts_and_reasoning_stays_closed(words):
     assert (found.skip_ratio, found.thinking_tokens) == (2 / 3, len(turns[0]))
 
 
+def test_a_direct_agent_acts_at_once(words):
+    turns = [action(words, say("a")), action(words, say("end"))]
+    rollout, sampler = play(words, lambda r, t: turns[t], agent=AgentConfig("direct"))
+    assert (rollout.stop, rollout.messages[0]["content"]) == ("done", "Say words.")
+    assert [turn.action for turn in rollout.tokens.turns] == turns
+    assert [(note.forced, note.reasoning_tokens) for note in rollout.notes] == [(2, 0)] * 2
+    whole = rollout.tokens.assemble().tokens.tolist()
+    for request in sampler.requests:
+        assert whole[: len(request.prompt)] == list(request.prompt)
+
+
 def test_the_think_tool_is_checked_like_any_other(words):
     turns = [action(words, ("think", {})), action(words, say("end"))]
     rollout, _ = play(words, lambda r, t: turns[t], agent=AgentConfig("think_tool"))
