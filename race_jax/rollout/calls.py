@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
+from referencing import Registry
+from referencing.exceptions import Unresolvable
 
 from race_jax.jsonl import dumps
 from race_jax.rollout.limits import bound_text
 from race_jax.toolcalls import ParsedCall, Tools, check_tools
 from race_jax.trajectory_messages import short
 from race_jax.turns import ParsedTurn
+
+_NAMING = {"patternProperties", "allOf", "anyOf", "oneOf", "if", "$ref"}
+"""Keywords that may name further properties."""
 
 
 class CallChecker:
@@ -38,7 +45,9 @@ class CallChecker:
                 raise ValueError(
                     f"tool {function['name']!r}: its parameters are no JSON Schema: {error.message}"
                 ) from None
-            self._validators[function["name"]] = Draft202012Validator(schema)
+            # With a registry of its own, a reference to elsewhere is never fetched.
+            validator = Draft202012Validator(schema, registry=Registry())
+            self._validators[function["name"]] = validator
 
     def fault(self, call: ParsedCall) -> str | None:
         """What keeps a call from being carried out, in words for the policy; None if nothing."""
@@ -48,12 +57,30 @@ class CallChecker:
         if validator is None:
             known = ", ".join(self._validators) or "none"
             return f"there is no tool {short(call.name)}; the tools are: {known}"
-        error = best_match(validator.iter_errors(dict(call.arguments)))
+        try:
+            error = best_match(validator.iter_errors(dict(call.arguments)))
+        except Unresolvable as missing:
+            return f"the schema of {call.name!r} refers to what is not there: {missing}"
         if error is None:
             return None
         where = "".join(f"[{part!r}]" for part in error.absolute_path)
         place = f"at {where}: " if where else ""
         return f"wrong arguments for {call.name!r}: {place}{bound_text(error.message, 300)}"
+
+
+def checker_of(tools: Tools) -> CallChecker:
+    """The checker of these tools; kept, because schemas take long to check when they are many.
+
+    Raises:
+        ValueError: As `CallChecker`.
+    """
+    check_tools(tools)
+    return _kept(json.dumps([dict(tool) for tool in tools], sort_keys=True))
+
+
+@functools.lru_cache(maxsize=16)
+def _kept(text: str) -> CallChecker:
+    return CallChecker(json.loads(text))
 
 
 def plain_calls(turn: ParsedTurn) -> ParsedTurn:
@@ -75,6 +102,6 @@ def plain_calls(turn: ParsedTurn) -> ParsedTurn:
 def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of an arguments object, which takes no other names unless it says that it does."""
     closed = {"type": "object", **schema}
-    if "properties" in closed:
+    if "properties" in closed and not _NAMING & set(closed):
         closed.setdefault("additionalProperties", False)
     return closed

@@ -14,7 +14,7 @@ from typing import Any
 
 from race_jax.chat import Renderer
 from race_jax.envs.base import Call, Step
-from race_jax.rollout.calls import CallChecker, plain_calls
+from race_jax.rollout.calls import checker_of, plain_calls
 from race_jax.rollout.jobs import Action, Job, Next, Opening
 from race_jax.rollout.limits import (
     MAX_REPLY,
@@ -88,7 +88,7 @@ class Episode:
         """Take the environment's opening."""
         try:
             own = tuple(tool.schema for tool in self.manner.tools)
-            self._checker = CallChecker((*opening.tools, *own))
+            self._checker = checker_of((*opening.tools, *own))
             self._tools = (*opening.tools, *own)
             low, high = opening.reward_range
             self._reward = min(max(0.0, low), high)

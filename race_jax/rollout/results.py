@@ -41,6 +41,10 @@ class TurnNote:
     forced: int = 0
     drafted: int = 0
 
+    def record(self) -> dict[str, Any]:
+        """Ready for JSON; log-probs to seven decimals, which is below float32's resolution."""
+        return {**dataclasses.asdict(self), "logprobs": [round(v, 7) for v in self.logprobs]}
+
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
@@ -103,7 +107,7 @@ class Rollout:
                 "error": self.error,
                 "seconds": round(self.seconds, 3),
                 "settings": settings,
-                "turns": [dataclasses.asdict(note) for note in self.notes],
+                "turns": [note.record() for note in self.notes],
             }
         }
         if self.parts:

@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -277,8 +279,6 @@ class Parent(Echo):
     """Starts a process of its own, as an environment in Java does."""
 
     def reset(self, task):
-        import subprocess
-
         self.child = subprocess.Popen(["sleep", "600"])
         return str(self.child.pid)
 
@@ -336,3 +336,27 @@ def test_host_settings_are_checked(settings):
         WorkerHost(Echo, **settings)
     with pytest.raises(ValueError, match="capacity is 0"):
         LocalHost(Echo, 0)
+
+
+def test_workers_end_when_the_main_process_is_killed(tmp_path):
+    script = tmp_path / "main.py"
+    script.write_text(
+        "from rollout_samples import Echo\n"
+        "from race_jax.rollout.workers import WorkerHost\n"
+        "if __name__ == '__main__':\n"
+        "    host = WorkerHost(Echo, 1)\n"
+        "    host.open('x', 'a')\n"
+        "    while not (found := host.poll(1.0)):\n"
+        "        pass\n"
+        "    print(found[0][1].observation, flush=True)\n"
+        "    import time\n"
+        "    time.sleep(600)\n"
+    )
+    folder = os.path.dirname(os.path.dirname(__file__))
+    environment = {**os.environ, "PYTHONPATH": folder}
+    with subprocess.Popen(
+        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        pid = int(process.stdout.readline().split()[1])
+        process.kill()
+    assert gone(pid, 20)

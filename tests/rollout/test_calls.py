@@ -1,0 +1,57 @@
+"""Calls against the tools' schemas."""
+
+import pytest
+from rollout_samples import tool
+
+from race_jax.rollout.calls import CallChecker, checker_of
+from race_jax.toolcalls import ParsedCall
+
+
+def fault(parameters, **arguments):
+    schema = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    return CallChecker([schema]).fault(ParsedCall("call_1", "f", arguments, ""))
+
+
+A = {"a": {"type": "integer"}}
+
+
+def test_arguments_that_the_schema_names_fit():
+    assert fault({"properties": A}, a=1) is None
+    assert fault({"properties": A}) is None
+    assert fault({}, anything=1) is None
+
+
+def test_what_does_not_fit_is_said_with_its_place():
+    nested = {"properties": {"list": {"type": "array", "items": {"type": "string"}}}}
+    assert fault(nested, list=["x", 2]) == (
+        "wrong arguments for 'f': at ['list'][1]: 2 is not of type 'string'"
+    )
+    assert "'a' is a required property" in fault({"properties": A, "required": ["a"]})
+    assert "is not one of" in fault({"properties": {"a": {"enum": ["x"]}}}, a="y")
+    long = fault({"properties": A}, a="x" * 10_000)
+    assert len(long) < 400 and long.endswith("is not of type 'integer'")
+
+
+def test_arguments_that_the_schema_does_not_name_are_refused_unless_it_lets_them():
+    assert "'b' was unexpected" in fault({"properties": A}, b=1)
+    assert fault({"properties": A, "additionalProperties": True}, b=1) is None
+    either = {"properties": A, "anyOf": [{"properties": {"b": {}}, "required": ["b"]}]}
+    assert fault(either, b=1) is None
+    assert fault({"properties": A, "patternProperties": {"^b": {}}}, b=1) is None
+
+
+def test_references_stay_within_the_schema():
+    inner = {"$defs": {"n": {"type": "integer"}}, "properties": {"a": {"$ref": "#/$defs/n"}}}
+    assert fault(inner, a=1) is None
+    assert "not of type 'integer'" in fault(inner, a="x")
+    outside = {"properties": {"a": {"$ref": "http://127.0.0.1:9/schema.json"}}}
+    assert "refers to what is not there" in fault(outside, a=1)
+
+
+def test_checkers_of_equal_tools_are_kept():
+    assert checker_of([tool("f", "a")]) is checker_of([tool("f", "a")])
+    assert checker_of([tool("f", "a")]) is not checker_of([tool("f", "b")])
+    for tools in (["f"], [tool("f"), tool("f")], [tool("f", type=3)]):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="tool"):
+                checker_of(tools)
