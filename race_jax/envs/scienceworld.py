@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import importlib.metadata
 import itertools
-import logging
 import os
 import re
 import shutil
@@ -276,6 +275,9 @@ class _Jvm:
     def __init__(self, java: str, config: ScienceWorldConfig):
         # Packages of an extra, which a type checker need not find.
         py4j: Any = importlib.import_module("py4j.java_gateway")
+        # It tells some failures to the root logger, which sets that up for the whole program. All
+        # of them are raised here, so they go to its own logger, where a program can hear them.
+        py4j.logging = py4j.logger
         files: Any = importlib.import_module("scienceworld.constants")
         self._errors = (py4j.Py4JError, OSError)
         options = [f"-Xmx{config.java_memory}", *JAVA_OPTIONS]
@@ -350,7 +352,3 @@ def _stop(process: subprocess.Popen[bytes], gateway: Any, owner: int) -> None:
     except (subprocess.TimeoutExpired, OSError):
         process.kill()
         process.wait()
-
-
-# py4j speaks to the log of errors that are raised here anyway.
-logging.getLogger("py4j").addHandler(logging.NullHandler())
