@@ -58,7 +58,7 @@ class EvaluateConfig:
         rollout: Limits and sampling.
         agent: Which agent plays around the model.
         skip_form: How a turn without reasoning reads.
-        in_flight: Most episodes at once.
+        in_flight: Most episodes at once; by default as many as the sampler serves at a time.
     """
 
     model: str
@@ -71,14 +71,22 @@ class EvaluateConfig:
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     agent: AgentConfig = dataclasses.field(default_factory=AgentConfig)
     skip_form: SkipForm = "close"
-    in_flight: int = 64
+    in_flight: int | None = None
 
     def __post_init__(self):
-        for name in ("samples", "in_flight"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name, value in (("samples", self.samples), ("in_flight", self.at_once)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
         if self.count is not None and self.count < 1:
             raise ValueError(f"count is {self.count}; it must be at least 1, or null for all")
+
+    @property
+    def at_once(self) -> int:
+        """Most episodes at once."""
+        if self.in_flight is not None:
+            return self.in_flight
+        # More conversations than slots would be moved in and out of the cache.
+        return self.sampler.slots if self.sampler.kind == "local" else self.sampler.concurrency
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -133,7 +141,7 @@ def _play(config: EvaluateConfig, console: Console) -> int:
         sampler = make_sampler(
             config.sampler, config.model, config.rollout.max_tokens, len(tokenizer)
         )
-        host = make_host(config.env, config.rollout.step_timeout, config.in_flight)
+        host = make_host(config.env, config.rollout.step_timeout, config.at_once)
         faulty = done = 0
         try:
             runner = Runner(
@@ -141,7 +149,7 @@ def _play(config: EvaluateConfig, console: Console) -> int:
                 renderer,
                 host,
                 config.rollout,
-                in_flight=config.in_flight,
+                in_flight=config.at_once,
                 agent=config.agent,
             )
             with Meter(console, "episodes", len(left)) as meter:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from race_jax.chat import Renderer
 from race_jax.tokenizer import THINK
+from race_jax.turns import OPENER
 
 
 class Spans(NamedTuple):
@@ -34,7 +35,9 @@ def split_sampled(sampled: Sequence[int], renderer: Renderer) -> Spans:
         renderer: Of the context that they continue; it says whether that opened the block.
     """
     ids = tuple(sampled)
-    opened = renderer.skip_form == "close" or renderer.codec.decode(ids[:2]).startswith(THINK)
+    # Only a block that begins as the renderer's do could be put in place of another one.
+    begins = renderer.codec.encode(OPENER), renderer.skip_ids
+    opened = renderer.skip_form == "close" or any(ids[: len(b)] == b for b in begins)
     if not opened:
         return Spans((), (), ids, True)
     if renderer.end_of_reasoning not in ids:

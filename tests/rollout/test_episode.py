@@ -1,12 +1,15 @@
 """An episode's state machine, token in and token out."""
 
 import dataclasses
+import random
 
 import pytest
 from rollout_samples import action_text, completion, tool, turn_ids, word_renderer
 
 from race_jax.chat import renderer_for
 from race_jax.envs.base import Step
+from race_jax.envs.potion_text import words as potion_words
+from race_jax.envs.word_tokenizer import word_tokenizer
 from race_jax.jsonl import dumps
 from race_jax.rollout.episode import Episode
 from race_jax.rollout.jobs import Action, Job, Opening
@@ -446,3 +449,53 @@ def test_requests_carry_the_settings_and_seeds_of_their_own(words):
 def test_settings_are_checked(settings, message):
     with pytest.raises(ValueError, match=message):
         RolloutConfig(**settings)
+
+
+@pytest.mark.parametrize("form", ["close", "template"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_whatever_is_sampled_the_ids_are_kept_and_the_record_can_be_read(family, form):
+    tokenizer = word_tokenizer(potion_words(5))
+    renderer = renderer_for(tokenizer, family, skip_form=form)
+    rng = random.Random(f"{family} {form}")
+    control = sorted(renderer.codec.control_ids)
+    pieces = [
+        *(renderer.codec.encode(text) for text in ("\n", "\n\n", "Look up", "{", "</think>", " ")),
+        turn_ids(renderer, ("say", {"word": "a"})),
+        turn_ids(renderer, ("say", {"word": "a"}), ("sing", {}), reasoning="Hm."),
+    ]
+
+    def draw():
+        if rng.random() < 0.3:
+            return list(pieces[-1])
+        ids = []
+        for _ in range(rng.randrange(1, 8)):
+            ids += [rng.choice(control)] if rng.random() < 0.6 else rng.choice(pieces)
+        return ids
+
+    room = len(start(renderer)[1].prompt) + 1200
+    stops = set()
+    for _ in range(60):
+        several = rng.choice(["one", "several"])
+        episode, following = start(
+            renderer, max_turns=6, max_turn_tokens=250, max_tokens=room, calls_per_turn=several
+        )
+        while not isinstance(following, Rollout):
+            if isinstance(following, Request):
+                ids = draw()
+                ends = [n for n, i in enumerate(ids) if i in following.stop]
+                ids = ids[: ends[0] + 1] if ends else ids
+                request, taken = following, completion(following, ids)
+                following = episode.sampled(taken)
+                after = tuple(episode._context)[: len(request.prompt) + len(taken.tokens)]
+                assert episode._open is not None or after == request.prompt + taken.tokens
+            else:
+                following = episode.stepped(Step("fine", 0.5, rng.random() < 0.1))
+        ids, _ = rows(following)
+        assert ids == following.tokens.assemble().tokens.tolist()
+        assert len(ids) <= room
+        record = following.record()
+        dumps(record)
+        assert from_json(record).tokens == following.tokens
+        assert len(renderer.encode(from_json(record)).turns) == len(following.tokens.turns)
+        stops.add(following.stop)
+    assert {"done", "invalid_calls"} <= stops

@@ -22,7 +22,8 @@ from race_jax.rollout.protocol import Request
 from race_jax.rollout.results import read_rollouts
 from race_jax.tokenizer import load_tokenizer
 from race_jax.train.cli import main
-from race_jax.train.evaluate_cli import spread
+from race_jax.train.evaluate_cli import EvaluateConfig, spread
+from race_jax.train.samplers import SamplerConfig
 from race_jax.trajectories import read
 
 
@@ -196,6 +197,8 @@ FAULTS = [
     ({"env": {"name": "potions", "settings": {"size": 1}}}, "size is 1"),
     ({"split": "exam"}, "there is no split 'exam'"),
     ({"count": 0}, "count is 0"),
+    ({"in_flight": 0}, "in_flight is 0"),
+    ({"agent": {"kind": "dart", "drafts": 1}}, "drafts is 1"),
     ({"sampler": {"kind": "vllm"}}, "needs the server's"),
     ({"sampler": {"address": "http://127.0.0.1:1"}}, "takes none"),
     ({"out": "here.txt"}, "ends in .jsonl"),
@@ -235,6 +238,14 @@ def test_tasks_are_taken_evenly():
     tasks = [str(n) for n in range(10)]
     assert spread(tasks, 4) == ["0", "2", "5", "7"]
     assert spread(tasks, 10) == spread(tasks, 99) == spread(tasks, None) == tasks
+
+
+def test_as_many_episodes_are_in_flight_as_the_sampler_serves():
+    local = EvaluateConfig("model", "out.jsonl", sampler=SamplerConfig(slots=5))
+    server = SamplerConfig("vllm", "http://127.0.0.1:1", concurrency=7)
+    assert local.at_once == 5
+    assert EvaluateConfig("model", "out.jsonl", sampler=server).at_once == 7
+    assert EvaluateConfig("model", "out.jsonl", in_flight=3).at_once == 3
 
 
 def test_environments_by_name():
