@@ -85,8 +85,10 @@ class EvaluateConfig:
         """Most episodes at once."""
         if self.in_flight is not None:
             return self.in_flight
-        # More conversations than slots would be moved in and out of the cache.
-        return self.sampler.slots if self.sampler.kind == "local" else self.sampler.concurrency
+        if self.sampler.kind != "local":
+            return self.sampler.concurrency
+        # More conversations than slots would be moved in and out of the cache; drafts are one more.
+        return max(self.sampler.slots // (2 if self.agent.kind == "dart" else 1), 1)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -145,6 +145,9 @@ class Runner:
         if isinstance(following, Request):
             live = self._live[key]
             live.asked = following.conversation
+            if isinstance(live.episode, AdaptEpisode):
+                # Its conversations come one after the other, so an earlier one is over.
+                self._forget(live, live.conversations - {following.conversation})
             live.conversations.add(following.conversation)
             self._asked[following.conversation] = key
             self.sampler.submit(following)
@@ -167,9 +170,13 @@ class Runner:
         live = self._live.pop(key)
         if live.asked is not None:
             del self._asked[live.asked]
-        for conversation in live.conversations:
-            self.sampler.forget(conversation)
+        self._forget(live, set(live.conversations))
         self.host.release(key)
+
+    def _forget(self, live: _Live, conversations: set[str]) -> None:
+        for conversation in conversations:
+            self.sampler.forget(conversation)
+        live.conversations -= conversations
 
     def _count_fault(self, rollout: Rollout) -> None:
         self._faults = self._faults + 1 if rollout.faulty else 0

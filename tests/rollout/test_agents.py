@@ -279,6 +279,8 @@ def test_a_task_is_split_only_where_the_executor_fails(words):
     assert "Your part of it:\nsay them" in told[6]
     names = [tool["function"]["name"] for tool in rollout.parts[0].tools]
     assert names == ["plan"]
+    # A conversation that is over leaves the sampler's cache before the next one comes.
+    assert sampler.forgotten == [JOB.id, *(f"echo/a#{n}/0" for n in range(2, 8))]
     found = measure([rollout])
     assert (found.episodes, found.turns, found.successes) == (1, 10.0, 1)
     assert len({request.seed for request in sampler.requests}) == len(sampler.requests)

@@ -1,5 +1,6 @@
 """`race-jax evaluate` and `race-jax compare` end to end."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from race_jax.envs.potion_text import words
 from race_jax.envs.potions import PotionShop
 from race_jax.envs.word_tokenizer import word_tokenizer
 from race_jax.models import ModelConfig, init_model, save_model
+from race_jax.rollout.agents import AgentConfig
 from race_jax.rollout.protocol import Request
 from race_jax.rollout.results import read_rollouts
 from race_jax.tokenizer import load_tokenizer
@@ -243,7 +245,8 @@ def test_tasks_are_taken_evenly():
 def test_as_many_episodes_are_in_flight_as_the_sampler_serves():
     local = EvaluateConfig("model", "out.jsonl", sampler=SamplerConfig(slots=5))
     server = SamplerConfig("vllm", "http://127.0.0.1:1", concurrency=7)
-    assert local.at_once == 5
+    drafting = dataclasses.replace(local, agent=AgentConfig("dart"))
+    assert (local.at_once, drafting.at_once) == (5, 2)
     assert EvaluateConfig("model", "out.jsonl", sampler=server).at_once == 7
     assert EvaluateConfig("model", "out.jsonl", in_flight=3).at_once == 3
 
