@@ -11,8 +11,8 @@ def common_length(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) 
     """The length of the longest common beginning.
 
     Example:
-        >>> common_length([1, 2, 3], [1, 2, 4, 5]), common_length([1], [1, 2]), common_length([], [1])
-        (2, 1, 0)
+        >>> common_length([1, 2, 3], [1, 2, 4, 5]), common_length([], [1])
+        (2, 0)
     """
     size = min(len(a), len(b))
     differing = np.flatnonzero(np.asarray(a[:size]) != np.asarray(b[:size]))

@@ -1,0 +1,344 @@
+"""The sampler against a loop that forwards the whole sequence for each token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from race_jax.logprobs import token_logprobs
+from race_jax.models import ModelConfig, init_model
+from race_jax.models.sampler import LocalSampler
+from race_jax.rollout.protocol import Completion, Request, SamplingConfig
+from race_jax.sampling import Rule, draw, uniforms
+
+KNOWN, WIDTH, STOP = 50, 61, 3
+SHAPE = {
+    "model_type": "qwen3",
+    "vocab_size": WIDTH,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "rope_theta": 1e4,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": True,
+}
+HYBRID = {
+    **SHAPE,
+    "model_type": "qwen3_5_text",
+    "rms_norm_eps": 1e-2,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.5,
+}
+MODELS = {
+    name: init_model(ModelConfig.from_hf(x), 0)
+    for name, x in (("qwen3", SHAPE), ("qwen3_5", HYBRID))
+}
+families = pytest.mark.parametrize("family", list(MODELS))
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+def sampler(family, **settings):
+    model = MODELS[family]
+    settings = {"known": KNOWN, "slots": 3, "length": 200, "chunk": 16, "burst": 4, **settings}
+    return LocalSampler(model, model.params, **settings)
+
+
+_forward = {
+    name: jax.jit(
+        lambda tokens, model=model: model.forward(
+            model.params,
+            tokens,
+            jnp.arange(tokens.shape[1])[None],
+            jnp.ones_like(tokens),
+        )
+    )
+    for name, model in MODELS.items()
+}
+
+
+def states(family, ids):
+    """Hidden states float32 [T, D] of a sequence, in one shape."""
+    padded = np.zeros((1, 224), np.int32)
+    padded[0, : len(ids)] = ids
+    return _forward[family](padded)[0, : len(ids)]
+
+
+def alone(family, request):
+    """A request token by token, each with the whole sequence forwarded anew."""
+    model = MODELS[family]
+    head = model.head(model.params)
+    rule = request.sampling
+    ids, nats = list(request.prompt), []
+    rows = Rule(
+        jnp.array([rule.temperature]), jnp.array([rule.top_p]), jnp.array([rule.top_k], jnp.int32)
+    )
+    key = jnp.array([[request.seed >> 32, request.seed & 0xFFFFFFFF]], jnp.uint32)
+    while True:
+        logits = jnp.matmul(states(family, ids)[-1:], head.T, precision="highest")
+        token, nat = draw(logits, rows, uniforms(key, jnp.array([len(nats)])), KNOWN)
+        ids.append(int(token[0]))
+        nats.append(float(nat[0]))
+        if ids[-1] in request.stop:
+            return Completion(request.conversation, tuple(ids[-len(nats) :]), tuple(nats), "stop")
+        if len(nats) == request.max_tokens or len(ids) == 200:
+            return Completion(request.conversation, tuple(ids[-len(nats) :]), tuple(nats), "length")
+
+
+def same(got, want):
+    assert (got.conversation, got.tokens, got.reason) == (
+        want.conversation,
+        want.tokens,
+        want.reason,
+    )
+    np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-4)
+    assert got.error is None
+
+
+def finish(sampler):
+    """All completions by conversation."""
+    found = {}
+    while done := sampler.poll():
+        found |= {c.conversation: c for c in done}
+    return found
+
+
+def prompt(rng, size):
+    return tuple(rng.integers(4, KNOWN, size).tolist())
+
+
+RULES = [
+    SamplingConfig(),
+    SamplingConfig(temperature=0.0),
+    SamplingConfig(temperature=0.6, top_p=0.9, top_k=20),
+    SamplingConfig(temperature=1.3, top_p=0.8),
+]
+
+
+@families
+def test_a_conversation_of_several_turns_equals_forwarding_all_of_it(rng, family):
+    """Chunks of 16 against prompts of 1, 15, 16, 17, 33: on, before and behind their ends."""
+    engine = sampler(family)
+    for n, size in enumerate((1, 15, 16, 17, 33)):
+        ids = prompt(rng, size)
+        for turn in range(4):
+            rule = RULES[turn]
+            request = Request(f"c{n}", ids, 6 + 5 * turn, (STOP, 7), 1000 * n + turn, rule)
+            engine.submit(request)
+            (got,) = engine.poll()
+            same(got, alone(family, request))
+            ids += got.tokens + prompt(rng, int(rng.integers(1, 20)))
+        engine.forget(f"c{n}")
+
+
+@families
+def test_no_prefix_is_forwarded_twice(rng, family):
+    engine = sampler(family)
+    ids, seen = prompt(rng, 40), 0
+    for turn in range(5):
+        engine.submit(Request("c", ids, 8, (), turn))
+        (got,) = engine.poll()
+        ids += got.tokens
+        seen = len(ids) - 1  # the last token is not in the cache
+        assert engine.stats.prefilled + engine.stats.sampled == seen
+        ids += prompt(rng, 11)
+
+
+@families
+@pytest.mark.parametrize("slots", [1, 2, 5])
+def test_the_same_request_gives_the_same_tokens_whatever_else_runs(rng, family, slots):
+    """Eight conversations of three turns in any number of slots, which start and end raggedly."""
+    sizes = rng.integers(1, 60, 8)
+    prompts = [prompt(rng, size) for size in sizes]
+    replies = [[prompt(rng, int(rng.integers(1, 12))) for _ in range(2)] for _ in prompts]
+
+    def request(n, turn, ids):
+        most = int(3 + (5 * n + 3 * turn) % 11)
+        return Request(f"c{n}", ids, most, (STOP, 7), 100 * n + turn, RULES[n % len(RULES)])
+
+    apart = {}
+    engine = sampler(family, slots=slots)
+    for n, ids in enumerate(prompts):
+        for turn in range(3):
+            engine.submit(request(n, turn, ids))
+            (apart[n, turn],) = engine.poll()
+            if turn < 2:
+                ids += apart[n, turn].tokens + replies[n][turn]
+        engine.forget(f"c{n}")
+
+    engine = sampler(family, slots=slots)
+    at = {n: (0, ids) for n, ids in enumerate(prompts)}
+    for n in at:
+        engine.submit(request(n, *at[n]))
+    while done := engine.poll():
+        for got in done:
+            n = int(got.conversation[1:])
+            turn, ids = at[n]
+            assert got == apart[n, turn]
+            if turn < 2:
+                at[n] = turn + 1, ids + got.tokens + replies[n][turn]
+                engine.submit(request(n, *at[n]))
+    assert all(turn == 2 for turn, _ in at.values())
+    # With fewer slots than conversations, idle ones make room and come back.
+    assert (engine.stats.parked > 0) == (slots < 8)
+
+
+@families
+@pytest.mark.parametrize("rows", [1, 3])
+def test_prompts_that_begin_alike_are_forwarded_once(rng, family, rows):
+    begin = prompt(rng, 70)
+    ids = [begin + prompt(rng, size) for size in (1, 9, 30)]
+    requests = [Request(f"c{n}", x, 9, (), n) for n, x in enumerate(ids)]
+    engine, apart = sampler(family, rows=rows), sampler(family, rows=rows, share_prompts=False)
+    for request in requests:
+        engine.submit(request)
+    found = finish(engine)
+    for request in requests:
+        apart.submit(request)
+        assert found[request.conversation] == finish(apart)[request.conversation]
+    # 70 tokens are four whole chunks of 16 and a rest; a recurrent state cannot be cut off there.
+    assert engine.stats.shared == (0 if family == "qwen3_5" else 2 * 64)
+
+
+@families
+def test_log_probabilities_are_the_trainers(rng, family):
+    model = MODELS[family]
+    engine = sampler(family)
+    for n in range(4):
+        rule = SamplingConfig(temperature=(1.0, 0.6, 1.5, 1.0)[n], top_p=0.9 if n == 3 else 1.0)
+        engine.submit(Request(f"c{n}", prompt(rng, 20 + n), 30, (), n, rule))
+        (got,) = engine.poll()
+        ids = engine._chats[f"c{n}"].ids
+        hidden = states(family, ids)[-len(got.tokens) - 1 : -1] / rule.temperature
+        want = token_logprobs(hidden, model.head(model.params), jnp.asarray(got.tokens))
+        np.testing.assert_allclose(got.logprobs, want, atol=1e-4)
+        assert max(got.tokens) < KNOWN
+
+
+@families
+def test_a_history_that_was_changed_is_forwarded_from_where_it_differs(rng, family):
+    engine = sampler(family)
+    first = Request("c", prompt(rng, 50), 8, (), 1)
+    engine.submit(first)
+    engine.poll()
+    before = engine.stats.prefilled
+    request = Request("c", first.prompt[:30] + prompt(rng, 10), 8, (), 2)
+    engine.submit(request)
+    same(engine.poll()[0], alone(family, request))
+    assert engine.stats.prefilled - before == (39 if family == "qwen3_5" else 9)
+    # The same prompt again: the last token has to be forwarded for its logits.
+    engine.submit(request)
+    same(engine.poll()[0], alone(family, request))
+
+
+@families
+def test_a_conversation_ends_at_its_own_limit_the_samplers_or_a_stop_id(rng, family):
+    engine = sampler(family, length=40)
+    engine.submit(Request("limit", prompt(rng, 10), 5, (), 0))
+    engine.submit(Request("room", prompt(rng, 35), 50, (), 0))
+    engine.submit(Request("full", prompt(rng, 40), 50, (), 0))
+    engine.submit(Request("stop", prompt(rng, 10), 5, tuple(range(8)), 0, SamplingConfig(top_k=0)))
+    found = finish(engine)
+    assert (len(found["limit"].tokens), found["limit"].reason) == (5, "length")
+    assert (len(found["room"].tokens), found["room"].reason) == (5, "length")
+    assert found["full"] == Completion("full", (), (), "length")
+    stop = found["stop"]
+    assert (stop.reason == "stop") == (stop.tokens[-1] < 8)
+
+
+def test_what_cannot_be_asked_for_is_refused(rng):
+    engine = sampler("qwen3")
+    engine.submit(Request("c", prompt(rng, 5), 3, (), 0))
+    with pytest.raises(ValueError, match="conversation 'c' has an open request: poll it or forget"):
+        engine.submit(Request("c", prompt(rng, 5), 3, (), 0))
+    with pytest.raises(ValueError, match="a request has 9 stop ids: at most 8"):
+        engine.submit(Request("d", (4,), 3, tuple(range(9)), 0))
+    with pytest.raises(ValueError, match="1 requests are open, 'c' among them: poll or forget"):
+        engine.update(MODELS["qwen3"].params)
+    engine.submit(Request("bad", (4, 61), 3, (), 0))
+    (bad,) = engine.poll()
+    assert (
+        bad.reason == "error"
+        and bad.error == "the prompt holds id 61, but the model's ids are 0 to 60"
+    )
+    assert len(finish(engine)["c"].tokens) == 3
+    for settings, message in (
+        ({"slots": 0}, "slots is 0: it must be at least 1"),
+        ({"length": 257}, "length is 257 tokens, but the model's context is 256"),
+        ({"known": 62}, "known is 62: it must be from 1 to 61"),
+        ({"chunk": 24}, "chunk is 24: it must be a power of two of at least 16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sampler("qwen3", **settings)
+
+
+@families
+def test_numbers_that_are_none_fail_one_request_and_nothing_after_it(rng, family):
+    model = MODELS[family]
+    engine = sampler(family, slots=1)
+    good = Request("good", tuple(range(10, 40)), 5, (), 0)
+    engine.submit(good)
+    want = engine.poll()[0]
+    layers = model.params["layers"]
+    engine.update({**model.params, "layers": jax.tree.map(lambda x: x * jnp.nan, layers)})
+    engine.submit(Request("bad", prompt(rng, 40), 5, (), 0))
+    (bad,) = engine.poll()
+    assert (bad.reason, bad.tokens) == ("error", ())
+    assert bad.error == "the model's logits are not numbers"
+    engine.update(model.params)
+    engine.submit(good)
+    assert engine.poll() == [want]
+
+
+def test_new_parameters_leave_nothing_of_the_old(rng):
+    model = MODELS["qwen3"]
+    other = init_model(model.config, 1).params
+    engine = sampler("qwen3")
+    request = Request("c", prompt(rng, 30), 6, (), 5)
+    engine.submit(request)
+    (old,) = engine.poll()
+    engine.update(other)
+    engine.submit(request)
+    (new,) = engine.poll()
+    assert old.tokens != new.tokens
+    fresh = LocalSampler(model, other, known=KNOWN, slots=3, length=200, chunk=16, burst=4)
+    fresh.submit(request)
+    assert fresh.poll() == [new]
+
+
+def test_time_runs_out_without_loss(rng):
+    engine = sampler("qwen3")
+    engine.submit(Request("c", prompt(rng, 30), 40, (), 0))
+    polls = 0
+    while not (done := engine.poll(timeout=0.0)):
+        polls += 1
+    assert len(done[0].tokens) == 40
+    assert polls == 2 + 9  # 29 tokens in two chunks; ten bursts of 4, of which the last finishes
+
+
+def test_what_is_forgotten_is_not_finished(rng):
+    engine = sampler("qwen3", slots=1)
+    for name in "ab":
+        engine.submit(Request(name, prompt(rng, 5), 4, (), 0))
+    engine.forget("a")
+    assert set(finish(engine)) == {"b"}
+    engine.submit(Request("c", prompt(rng, 5), 4, (), 0))
+    engine.forget("c")
+    engine.forget("nobody")
+    assert engine.poll() == []
+    engine.close()
+    assert engine.poll() == []
