@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -249,6 +250,22 @@ def test_as_many_episodes_are_in_flight_as_the_sampler_serves():
     assert (local.at_once, drafting.at_once) == (5, 2)
     assert EvaluateConfig("model", "out.jsonl", sampler=server).at_once == 7
     assert EvaluateConfig("model", "out.jsonl", in_flight=3).at_once == 3
+
+
+CONFIGS = sorted(Path(__file__).parents[2].glob("configs/evaluate_*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_settings_that_ship_are_settings(path, capsys):
+    assert main(["evaluate", "--config", str(path), "--print-config="]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["rollout"]["max_turns"] == 30
+    env = EnvironmentConfig(**shown["env"])
+    with pytest.raises(ValueError) as found:
+        # It names the settings that there are, before it looks at the values.
+        make_environment(env.name, {**env.settings, "nonsense": 1})
+    known = str(found.value).partition("it has ")[2].split(", ")
+    assert set(env.settings) <= set(known)
 
 
 def test_environments_by_name():
