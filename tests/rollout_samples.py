@@ -1,6 +1,7 @@
 """Samplers that say what a test wants, and an environment that fails as a test wants."""
 
 import os
+import subprocess
 import time
 
 from race_jax.chat import renderer_for
@@ -143,6 +144,14 @@ class Echo:
 
     def close(self):
         pass
+
+
+class Parent(Echo):
+    """Starts a process of its own, as an environment in Java does."""
+
+    def reset(self, task):
+        self.child = subprocess.Popen(["sleep", "600"])
+        return str(self.child.pid)
 
 
 class Broken(Echo):

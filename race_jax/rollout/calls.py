@@ -45,6 +45,12 @@ class CallChecker:
                 raise ValueError(
                     f"tool {function['name']!r}: its parameters are no JSON Schema: {error.message}"
                 ) from None
+            kinds = schema["type"]
+            if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+                raise ValueError(
+                    f"tool {function['name']!r}: its parameters are of the type {kinds!r}; it must "
+                    "be 'object', for calls have named arguments"
+                )
             # With a registry of its own, a reference to elsewhere is never fetched.
             validator = Draft202012Validator(schema, registry=Registry())
             self._validators[function["name"]] = validator
@@ -59,6 +65,8 @@ class CallChecker:
             return f"there is no tool {short(call.name)}; the tools are: {known}"
         try:
             error = best_match(validator.iter_errors(dict(call.arguments)))
+        except RecursionError:
+            return f"the schema of {call.name!r}, or the call's arguments, have no end"
         except Unresolvable as missing:
             return f"the schema of {call.name!r} refers to what is not there: {missing}"
         if error is None:
@@ -75,7 +83,11 @@ def checker_of(tools: Tools) -> CallChecker:
         ValueError: As `CallChecker`.
     """
     check_tools(tools)
-    return _kept(json.dumps([dict(tool) for tool in tools], sort_keys=True))
+    try:
+        text = json.dumps([dict(tool) for tool in tools], sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the schemas of the tools cannot be written as JSON: {error}") from None
+    return _kept(text)
 
 
 @functools.lru_cache(maxsize=16)

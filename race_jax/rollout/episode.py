@@ -263,7 +263,7 @@ class Episode:
             reward = float(step.reward)
             if not math.isfinite(reward):
                 raise ValueError(f"the reward is {reward}; it must be finite")
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             return self.end("env_error", f"the environment's reply is at fault: {error}")
         self._reward, self._success = reward, bool(step.success)
         self._reply(call, observation)

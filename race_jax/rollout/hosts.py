@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
 from race_jax.envs.base import Call, Environment, Step
 from race_jax.rollout.jobs import Opening
+from race_jax.trajectory_messages import short
 
 
 class Fault(NamedTuple):
@@ -54,9 +57,35 @@ class Host(Protocol):
 
 
 def opening_of(env: Environment, task: str) -> Opening:
-    """Begin an episode in `env`."""
-    told = env.reset(task)
-    return Opening(env.system, tuple(env.tools), env.reward_range, told)
+    """Begin an episode in `env`.
+
+    Raises:
+        ValueError: What the environment says of itself is not what `Environment` asks for.
+    """
+    told, system, span = env.reset(task), env.system or "", env.reward_range
+    if not isinstance(system, str):
+        raise ValueError(f"its system prompt is {short(system)}; it must be text")
+    try:
+        low, high = (float(bound) for bound in span)
+    except (TypeError, ValueError):
+        low, high = math.inf, -math.inf
+    if not -math.inf < low <= high < math.inf:
+        raise ValueError(
+            f"its reward range is {short(span)}; it must be the least and the greatest"
+        )
+    return Opening(system, tuple(env.tools), (low, high), told)
+
+
+def step_of(env: Environment, call: Call) -> Step:
+    """Carry out a call in `env`.
+
+    Raises:
+        ValueError: What comes back is no `Step`.
+    """
+    step = env.step(call)
+    if not isinstance(step, Step):
+        raise ValueError(f"its step returned {short(step)}; it must return a `Step`")
+    return step
 
 
 class LocalHost:
@@ -83,7 +112,7 @@ class LocalHost:
 
     def step(self, key: str, call: Call) -> None:
         """Carry out a call."""
-        self._do(key, lambda: self._busy[key].step(call), f"at {dict(call)!r:.300}")
+        self._do(key, lambda: step_of(self._busy[key], call), f"at {dict(call)!r:.300}")
 
     def _do(self, key: str, work: Callable[[], Reply], what: str) -> None:
         try:
@@ -99,7 +128,7 @@ class LocalHost:
         # What failed may be broken for good, so its environment serves no other episode.
         for key, reply in ready:
             if isinstance(reply, Fault):
-                self._busy.pop(key).close()
+                _close(self._busy.pop(key))
         return ready
 
     def release(self, key: str) -> None:
@@ -110,5 +139,11 @@ class LocalHost:
     def close(self) -> None:
         """End all environments."""
         for env in (*self._busy.values(), *self._idle):
-            env.close()
+            _close(env)
         self._busy, self._idle, self._ready = {}, [], []
+
+
+def _close(env: Environment) -> None:
+    """End an environment; one that is broken may not even close."""
+    with contextlib.suppress(Exception):
+        env.close()

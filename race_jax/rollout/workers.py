@@ -7,6 +7,7 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -14,7 +15,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from race_jax.envs.base import Call, Environment
-from race_jax.rollout.hosts import Fault, Reply, opening_of
+from race_jax.rollout.hosts import Fault, Reply, opening_of, step_of
 
 START_TIMEOUT = 120.0
 """Seconds that a process may take to start and to build its environment."""
@@ -221,6 +222,7 @@ def _serve(pipe: Connection, make: Callable[[], Environment]) -> None:
     if hasattr(os, "setsid"):
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_follow_parent, daemon=True).start()
     try:
         env = make()
     except Exception as error:  # Told to the other side, which decides what follows.
@@ -233,11 +235,30 @@ def _serve(pipe: Connection, make: Callable[[], Environment]) -> None:
             if kind == "close":
                 return
             try:
-                reply = opening_of(env, value) if kind == "open" else env.step(value)
+                reply = opening_of(env, value) if kind == "open" else step_of(env, value)
                 pipe.send(("reply", reply))
             except Exception as error:  # Whatever it raises, it is the environment's fault.
                 pipe.send(("fault", f"{type(error).__name__}: {error}"[:1000]))
     except (EOFError, OSError):
-        return
+        _end_group(env)
     finally:
         env.close()
+
+
+def _follow_parent() -> None:
+    """End this process, whatever it is at, soon after the one that started it has ended."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        time.sleep(_LEAVE_TIMEOUT)
+        _end_group()
+
+
+def _end_group(env: Environment | None = None) -> None:
+    """Close the environment, and end this process with all that it started."""
+    with contextlib.suppress(Exception):
+        if env is not None:
+            env.close()
+    if hasattr(os, "killpg"):
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(1)

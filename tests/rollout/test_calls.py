@@ -48,6 +48,17 @@ def test_references_stay_within_the_schema():
     assert "refers to what is not there" in fault(outside, a=1)
 
 
+def test_a_schema_without_end_refuses_the_call():
+    assert "have no end" in fault({"$ref": "#"}, a=1)
+
+
+def test_parameters_that_are_no_object_are_refused():
+    for kind in ("string", ["string", "null"]):
+        with pytest.raises(ValueError, match=r"'f': its parameters are of the type .*string"):
+            fault({"type": kind})
+    assert fault({"type": ["object", "null"]}, a=1) is None
+
+
 def test_checkers_of_equal_tools_are_kept():
     assert checker_of([tool("f", "a")]) is checker_of([tool("f", "a")])
     assert checker_of([tool("f", "a")]) is not checker_of([tool("f", "b")])

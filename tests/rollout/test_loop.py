@@ -2,10 +2,7 @@
 
 import itertools
 import os
-import subprocess
-import sys
 import threading
-import time
 
 import pytest
 from rollout_samples import (
@@ -14,13 +11,16 @@ from rollout_samples import (
     ScriptedSampler,
     completion,
     potion_oracle,
+    tool,
     turn_ids,
     word_renderer,
 )
 
-from race_jax.envs.base import EnvironmentFault
+from race_jax.envs.base import EnvironmentFault, Step
 from race_jax.envs.potions import PotionShop, oracle_trajectory
-from race_jax.rollout.hosts import Fault, LocalHost
+from race_jax.jsonl import dumps
+from race_jax.rollout.agents import AgentConfig
+from race_jax.rollout.hosts import LocalHost
 from race_jax.rollout.jobs import Job
 from race_jax.rollout.limits import RolloutConfig
 from race_jax.rollout.loop import RunFailed, Runner
@@ -153,6 +153,43 @@ def test_a_failing_environment_is_a_status_of_its_episode(words):
     assert len(rollout.tokens.turns) == 2 and rollout.tokens.turns[1].observation == ()
 
 
+ODD = {
+    "its system prompt is 5": {"system": 5},
+    "its reward range is None": {"reward_range": None},
+    "its reward range is (nan, 1)": {"reward_range": (float("nan"), 1)},
+    "its reward range is (1, 0)": {"reward_range": (1, 0)},
+    "'NoneType' object is not iterable": {"tools": None},
+    "its parameters are of the type 'string'": {"tools": (tool("say", type="string"),)},
+    "cannot be written as JSON: Out of range": {"tools": (tool("say", minimum=float("nan")),)},
+    "cannot be written as JSON: '<' not": {"tools": ({**tool("say"), 5: 6},)},
+    "its step returned ('a', 0.0, False)": {"step": lambda call: ("a", 0.0, False)},
+    "its step returned None": {"step": lambda call: None},
+    "the environment's reply is at fault": {"step": lambda call: Step("a", 10**400, False)},
+}
+
+
+@pytest.mark.parametrize("agent", ["plain", "adapt"])
+@pytest.mark.parametrize("message", ODD)
+def test_an_environment_that_breaks_its_protocol_spoils_its_own_episode_alone(
+    words, message, agent
+):
+    class Odd(Echo):
+        def __init__(self):
+            super().__init__()
+            vars(self).update(ODD[message])
+
+        def close(self):
+            raise OSError("it is broken for good")
+
+    sampler = ScriptedSampler(echo_script(words, {"a": "xy"}))
+    host = LocalHost(Odd)
+    runner = Runner(sampler, words, host, RolloutConfig(), agent=AgentConfig(agent))
+    (rollout,) = runner.run([Job("echo", "a", 0)])
+    host.close()
+    assert rollout.stop == "env_error" and message in rollout.error
+    dumps(rollout.record())
+
+
 def test_a_run_ends_when_everything_fails(words):
     sampler = ScriptedSampler(lambda request, turn: completion(request, (), "error", error="down"))
     runner = Runner(sampler, words, LocalHost(PotionShop), RolloutConfig(max_faults=4), in_flight=1)
@@ -264,99 +301,3 @@ def test_closing_leaves_no_process(in_workers):
     for pid in in_workers[1]:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-
-
-def drain(host, seconds=30):
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        replies = host.poll(1.0)
-        if replies:
-            return replies
-    raise AssertionError("nothing came")
-
-
-class Parent(Echo):
-    """Starts a process of its own, as an environment in Java does."""
-
-    def reset(self, task):
-        self.child = subprocess.Popen(["sleep", "600"])
-        return str(self.child.pid)
-
-
-def gone(pid, seconds=5):
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def test_killing_a_worker_kills_what_it_started_and_restarts_count_episodes():
-    host = WorkerHost(Parent, 1, step_timeout=5.0, restart_after=2)
-    host.open("x", "a")
-    ((key, opening),) = drain(host)
-    assert key == "x" and opening.tools == Echo.tools
-    host.step("x", {"name": "say", "arguments": {"word": "hang"}})
-    worker = host._workers[0].process
-    host.release("x")  # in the middle of a step
-    assert not worker.is_alive() and host._workers == []
-    assert gone(int(opening.observation))
-    for key in ("y", "z"):
-        host.open(key, "a")
-        assert drain(host)[0][0] == key
-        (again,) = host._workers
-        assert again.process.pid != worker.pid
-        host.release(key)
-    assert host._workers == [] and again.episodes == 2
-    host.close()
-    assert not again.process.is_alive()
-
-
-def test_a_worker_killed_from_outside_is_noticed_while_it_is_idle_between_calls():
-    host = WorkerHost(Echo, 1)
-    host.open("x", "a")
-    drain(host)
-    host._workers[0].process.kill()
-    host._workers[0].process.join()
-    host.step("x", {"name": "say", "arguments": {"word": "a"}})
-    ((_, fault),) = drain(host)
-    assert isinstance(fault, Fault) and "died with exit code -9" in fault.error
-    host.release("x")
-    host.open("y", "a")
-    assert drain(host)[0][0] == "y"
-    host.close()
-
-
-@pytest.mark.parametrize("settings", [{"workers": 0}, {"workers": 1, "restart_after": -1}])
-def test_host_settings_are_checked(settings):
-    with pytest.raises(ValueError, match="it must be at least"):
-        WorkerHost(Echo, **settings)
-    with pytest.raises(ValueError, match="capacity is 0"):
-        LocalHost(Echo, 0)
-
-
-def test_workers_end_when_the_main_process_is_killed(tmp_path):
-    script = tmp_path / "main.py"
-    script.write_text(
-        "from rollout_samples import Echo\n"
-        "from race_jax.rollout.workers import WorkerHost\n"
-        "if __name__ == '__main__':\n"
-        "    host = WorkerHost(Echo, 1)\n"
-        "    host.open('x', 'a')\n"
-        "    while not (found := host.poll(1.0)):\n"
-        "        pass\n"
-        "    print(found[0][1].observation, flush=True)\n"
-        "    import time\n"
-        "    time.sleep(600)\n"
-    )
-    folder = os.path.dirname(os.path.dirname(__file__))
-    environment = {**os.environ, "PYTHONPATH": folder}
-    with subprocess.Popen(
-        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True
-    ) as process:
-        pid = int(process.stdout.readline().split()[1])
-        process.kill()
-    assert gone(pid, 20)
