@@ -35,6 +35,11 @@ COMMANDS = {
         "sft",
         "fine-tune a model on trajectories, with full reasoning or with covers",
     ),
+    ("rl",): Command(
+        "race_jax.train.rl_cli",
+        "rl",
+        "train a model on its own episodes: GRPO, with LoGiC's covers masking and closing",
+    ),
     ("export",): Command(
         "race_jax.train.export_cli", "export", "write a run's weights as a Hugging Face directory"
     ),

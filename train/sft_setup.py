@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import resource
 import sys
@@ -33,7 +32,7 @@ from race_jax.train.optimizer import (
     schedule,
 )
 from race_jax.train.runtime import enable_compilation_cache, model_fingerprint
-from race_jax.train.state import Trainee, TrainState, abstract_state, init_state
+from race_jax.train.state import Trainee, TrainState, abstract_state, fresh_state
 from race_jax.train.step import Arrays, ComputeConfig, make_step, sft_loss
 from race_jax.types import Params
 
@@ -170,7 +169,8 @@ class Run:
         if self.config.lora.rank:
             self.frozen = self._load(self.config.compute.dtype)
         if last is None:
-            return self._fresh(like)
+            params = self.frozen or self._load("float32")
+            return fresh_state(self.trainee, self.rule, like, params, self.config.seed)
         self.data.set_state(notes["data"])
         return checkpoints.restore(last, like)
 
@@ -179,16 +179,6 @@ class Run:
             return sharding_for(axes, self.mesh)
 
         return load_model(self.config.model, dtype, shardings=where).params
-
-    def _fresh(self, like: TrainState) -> TrainState:
-        """Step 0: the model's weights in float32, moments at zero, each where it belongs."""
-        params = self.frozen or self._load("float32")
-        where = jax.tree.map(lambda leaf: leaf.sharding, like)
-        make = functools.partial(init_state, self.trainee, self.rule)
-        # Without adapters the float32 weights become the state; with them they are still needed.
-        donated = () if self.config.lora.rank else (0,)
-        begin = jax.jit(make, out_shardings=where, donate_argnums=donated)
-        return begin(params, jax.random.key(self.config.seed))
 
 
 def prepare(config: SftConfig, console: Console) -> Run:

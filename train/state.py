@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -122,3 +123,27 @@ def init_state(
     return TrainState(
         zero, trained, rule.init(trained), jax.random.key_data(key), zero + 0, zero + 0
     )
+
+
+def fresh_state(
+    trainee: Trainee,
+    rule: optax.GradientTransformation,
+    like: TrainState,
+    params: Params,
+    seed: int,
+) -> TrainState:
+    """Step 0: the weights in float32, moments at zero, each where it belongs.
+
+    Args:
+        trainee: What is trained.
+        rule: The optimizer.
+        like: From `abstract_state`.
+        params: The model's parameters; without adapters they are donated.
+        seed: The adapters are drawn from it.
+    """
+    where = jax.tree.map(lambda leaf: leaf.sharding, like)
+    make = functools.partial(init_state, trainee, rule)
+    # Without adapters the float32 weights become the state; with them they are still needed.
+    donated = () if trainee.lora.rank else (0,)
+    begin = jax.jit(make, out_shardings=where, donate_argnums=donated)
+    return begin(params, jax.random.key(seed))

@@ -21,6 +21,8 @@ Arrays = Mapping[str, jax.Array]
 """A batch: `tokens`, `targets`, `positions`, `segment_ids`, `loss_mask` and more, each [B, T]."""
 Loss = Callable[[jax.Array, Arrays], tuple[jax.Array, jax.Array]]
 """Log-probabilities [B, P] and the batch at those places -> (sum, weight)."""
+Measure = Callable[[jax.Array, Arrays], dict[str, jax.Array]]
+"""The same -> sums that are told beside the loss; micro-batches' add up."""
 
 
 def sft_loss(logprobs: jax.Array, batch: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -74,9 +76,17 @@ def select_places(batch: Arrays, places: int) -> tuple[jax.Array, dict[str, jax.
 
 
 def batch_logprobs(
-    trainee: Trainee, params: Params, batch: Arrays, places: int, compute: ComputeConfig
+    trainee: Trainee,
+    params: Params,
+    batch: Arrays,
+    places: int,
+    compute: ComputeConfig,
+    temperature: float = 1.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Log-probability float32 [B, P] of the targets that carry loss, and the batch there."""
+    """Log-probability float32 [B, P] of the targets that carry loss, and the batch there.
+
+    `temperature` divides the logits.
+    """
     hidden = trainee.model.forward(
         params,
         batch["tokens"],
@@ -84,6 +94,8 @@ def batch_logprobs(
         batch["segment_ids"],
         remat=compute.remat == "block",
     )
+    if temperature != 1:
+        hidden = hidden / temperature  # the head is linear, and has no bias
     return logprobs_at(hidden, trainee.model.head(params), batch, places, compute)
 
 
@@ -124,7 +136,10 @@ def loss_and_gradient(
     loss: Loss,
     compute: ComputeConfig,
     places: int,
-) -> tuple[jax.Array, jax.Array, Params]:
+    *,
+    measure: Measure | None = None,
+    temperature: float = 1.0,
+) -> tuple[jax.Array, jax.Array, Params, dict[str, jax.Array]]:
     """Sum and weight of a batch's loss, and the gradient of their quotient.
 
     (sum_m S_m) / (sum_m W_m) over the micro-batches m: each part adds its sum, its weight and the
@@ -132,28 +147,31 @@ def loss_and_gradient(
     of a short part more than one of a long part.
 
     Returns:
-        S, W, and d(S / W) / d `trained` in float32; zero where W is 0.
+        S, W, and d(S / W) / d `trained` in float32, zero where W is 0; and the sums of `measure`.
     """
     wide = matrices(trainee.axes)
 
-    def part_sum(trained: Params, part: Arrays) -> tuple[jax.Array, jax.Array]:
+    def part_sum(trained: Params, part: Arrays) -> tuple[jax.Array, tuple]:
         params = compute_params(trainee.params(trained, frozen), wide, compute.dtype)
-        logprobs, picked = batch_logprobs(trainee, params, part, places, compute)
-        return loss(logprobs, picked)
+        logprobs, picked = batch_logprobs(trainee, params, part, places, compute, temperature)
+        total, weight = loss(logprobs, picked)
+        seen = jax.lax.stop_gradient(logprobs)
+        return total, (weight, measure(seen, picked) if measure else {})
 
     gradient_of = jax.value_and_grad(part_sum, has_aux=True)
 
-    def add(carry: tuple, part: Arrays) -> tuple[tuple, None]:
+    def add(carry: tuple, part: Arrays) -> tuple[tuple, dict[str, jax.Array]]:
         total, weight, gradient = carry
-        (s, w), g = gradient_of(trained, part)
-        return (total + s, weight + w, jax.tree.map(jnp.add, gradient, g)), None
+        (s, (w, told)), g = gradient_of(trained, part)
+        return (total + s, weight + w, jax.tree.map(jnp.add, gradient, g)), told
 
     zero = jnp.zeros((), jnp.float32)
     start = (zero, zero, jax.tree.map(jnp.zeros_like, trained))
     parts = split_batch(batch, compute.micro_batches)
-    (total, weight, gradient), _ = jax.lax.scan(add, start, parts)
+    (total, weight, gradient), told = jax.lax.scan(add, start, parts)
+    told = {name: jnp.sum(values, axis=0) for name, values in told.items()}
     scale = jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0)
-    return total, weight, jax.tree.map(lambda g: g * scale, gradient)
+    return total, weight, jax.tree.map(lambda g: g * scale, gradient), told
 
 
 def make_step(
@@ -161,6 +179,9 @@ def make_step(
     rule: optax.GradientTransformation,
     loss: Loss,
     compute: ComputeConfig,
+    *,
+    measure: Measure | None = None,
+    temperature: float = 1.0,
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
     """The jitted step `(state, frozen, batch, places) -> (state, metrics)`.
 
@@ -168,14 +189,22 @@ def make_step(
     that one bad batch costs one step.
 
     Metrics, float32 scalars: `loss` (sum / weight), `weight`, `grad_norm` (before clipping),
-    `skipped`, `skipped_in_a_row`.
+    `skipped`, `skipped_in_a_row`, and the sums of `measure`. `temperature` divides the logits.
     """
 
     def step(
         state: TrainState, frozen: Params, batch: Arrays, places: int
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        total, weight, gradient = loss_and_gradient(
-            trainee, state.trained, frozen, batch, loss, compute, places
+        total, weight, gradient, told = loss_and_gradient(
+            trainee,
+            state.trained,
+            frozen,
+            batch,
+            loss,
+            compute,
+            places,
+            measure=measure,
+            temperature=temperature,
         )
         norm = optax.tree.norm(gradient)
         good = jnp.isfinite(total) & jnp.isfinite(norm)
@@ -200,6 +229,7 @@ def make_step(
             "grad_norm": norm,
             "skipped": state.skipped,
             "skipped_in_a_row": state.skipped_in_a_row,
+            **told,
         }
         return state, metrics
 

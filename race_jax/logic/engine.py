@@ -128,6 +128,10 @@ class Engine:
         self._read_states = jax.jit(model.read_states)
         self._write_states = jax.jit(model.write_states, donate_argnums=(0,))
 
+    def update(self, params: Params) -> None:
+        """Score with other parameters from the next run on."""
+        self.params, self.head = params, float32_head(self.model, params)
+
     def warm(self) -> None:
         """Compile every program, on rows that belong to nobody."""
         cache = self.model.init_cache(self.params, self.slots, self.cache_length)

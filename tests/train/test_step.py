@@ -69,7 +69,7 @@ def gradient_of(trainee, trained, batch, compute=FLOAT, places=None, loss=sft):
     places = batch["tokens"].shape[1] if places is None else places
     # The frozen parameters are no static argument, so the trainee travels without them.
     bare = trainee._replace(frozen=None)
-    return run(bare, trained, trainee.frozen, batch, loss, compute, places)
+    return run(bare, trained, trainee.frozen, batch, loss, compute, places)[:3]
 
 
 def close(a, b, atol=1e-6):

@@ -1,0 +1,213 @@
+"""What a run of cover-aware RL is made of: model, sampler, LoGiC, mesh, compiled functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from race_jax import jsonl
+from race_jax.chat import renderer_for
+from race_jax.checkpoint import Checkpoints, check_settings
+from race_jax.families import family_of
+from race_jax.logic.engine import Engine
+from race_jax.metrics import check_trackers
+from race_jax.models import load_config, load_model, make_model
+from race_jax.models.sampler import LocalSampler
+from race_jax.packing import decision_place
+from race_jax.rl_loss import actor_loss, actor_measures
+from race_jax.sharding import make_mesh, sharding_for
+from race_jax.tokenizer import load_tokenizer
+from race_jax.train.distributed import to_mesh
+from race_jax.train.optimizer import compute_params, make_optimizer, matrices, schedule
+from race_jax.train.rl_config import FREE, RlConfig
+from race_jax.train.runtime import enable_compilation_cache, model_fingerprint
+from race_jax.train.state import Trainee, TrainState, abstract_state, fresh_state
+from race_jax.train.step import Arrays, batch_logprobs, make_step, split_batch
+from race_jax.types import Params
+
+
+class Run:
+    """A prepared run: what the loop steps through, and where its arrays lie."""
+
+    def __init__(self, config: RlConfig):
+        """Read settings and tokenizer; weights come with `start`.
+
+        Raises:
+            ValueError: Something does not fit; nothing has been written then.
+            FileNotFoundError: A folder or file is missing.
+        """
+        if jax.process_count() > 1:
+            raise ValueError("race-jax rl runs in one process; start it once, on one host.")
+        self.config, self.folder = config, Path(config.out)
+        self.mesh, self.rules = make_mesh(**config.mesh.sizes()), config.mesh.rules()
+        shape = load_config(config.model)
+        tokenizer = load_tokenizer(config.model)
+        self.renderer = renderer_for(
+            tokenizer, family_of(shape.model_type), skip_form=config.skip_form
+        )
+        self.place = decision_place(self.renderer)
+        self.known = min(len(tokenizer), shape.vocab_size)
+        if config.row_length > shape.context_length:
+            raise ValueError(
+                f"a row has {config.row_length} tokens, and the model's context has "
+                f"{shape.context_length}; lower rollout.max_tokens or length."
+            )
+        part = (config.rows, config.row_length)
+        sharding_for(("batch", "time"), self.mesh, part, self.rules, name="a micro-batch")
+        env = config.env.maker()()
+        try:
+            self.env_name, self.tasks = env.name, env.tasks(config.split)
+        finally:
+            env.close()
+        self.settings = {
+            **dataclasses.asdict(config),
+            "model_fingerprint": model_fingerprint(config.model),
+        }
+        self.model = make_model(shape, {})
+        self.trainee = Trainee(self.model, {}, config.lora)
+        updates = config.steps * config.epochs
+        self.schedule = schedule(config.optimizer, updates)
+        self.rule = make_optimizer(config.optimizer, updates, self.trainee.decayed)
+        self.frozen: Params = {}
+        self._policies: dict[str, Callable[..., Params]] = {}
+        self.step_of = functools.cache(self._make_step)
+        self.scorer_of = functools.cache(self._make_scorer)
+
+    def start(self, checkpoints: Checkpoints) -> TrainState:
+        """The state to go on from, the last checkpoint's or a fresh one; sampler and LoGiC too.
+
+        Raises:
+            ValueError: The checkpoint is of a run with other settings.
+        """
+        config = self.config
+        like = abstract_state(self.trainee, self.rule, self.mesh)
+        last = checkpoints.latest
+        if last is not None:
+            notes = checkpoints.notes(last)
+            check_settings(notes["settings"], self.settings, str(checkpoints.folder), free=FREE)
+        with jsonl.replacing(self.folder / "settings.json") as file:
+            file.write(json.dumps(self.settings, indent=1).encode())
+        if config.lora.rank:
+            self.frozen = self._load(config.compute.dtype)
+        if last is None:
+            params = self.frozen or self._load("float32")
+            state = fresh_state(self.trainee, self.rule, like, params, config.seed)
+        else:
+            state = checkpoints.restore(last, like)
+        length = min(config.rollout.max_tokens, self.model.context_length)
+        self.sampler = LocalSampler(
+            self.model,
+            self.policy(state, config.sampler.dtype),
+            known=self.known,
+            slots=config.sampler.slots,
+            length=min(config.sampler.length or length, length),
+            chunk=config.sampler.chunk,
+        )
+        self.engine = Engine(
+            self.model,
+            self.policy(state, config.logic.dtype),
+            length=length,
+            slots=config.logic.slots,
+            rows=config.logic.rows,
+            row_tokens=config.logic.row_tokens,
+        )
+        return state
+
+    def policy(self, state: TrainState, dtype: str) -> Params:
+        """The current policy's parameters, matrices in `dtype`."""
+        if dtype not in self._policies:
+            wide = matrices(self.trainee.axes)
+
+            def make(trained: Params, frozen: Params) -> Params:
+                return compute_params(self.trainee.params(trained, frozen), wide, dtype)
+
+            self._policies[dtype] = jax.jit(make)
+        return self._policies[dtype](state.trained, self.frozen)
+
+    def put(self, batch: Mapping[str, np.ndarray]) -> Arrays:
+        """A batch as arrays over the mesh."""
+        return to_mesh(batch, self.mesh)
+
+    def closure_at(self, step: int) -> float:
+        """The closure loss's weight at a step, from 0."""
+        loss = self.config.loss
+        rise = round(loss.closure_warmup * self.config.steps)
+        return loss.closure * min(step / rise, 1.0) if rise else loss.closure
+
+    def _make_step(self, parts: int) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+        """The update on a batch of so many micro-batches."""
+        loss = self.config.loss
+        clips = {"clip_low": loss.clip_low, "clip_high": loss.clip_high}
+        return make_step(
+            self.trainee,
+            self.rule,
+            functools.partial(
+                actor_loss, **clips, reduction=loss.reduction, norm_length=loss.norm_length
+            ),
+            dataclasses.replace(self.config.compute, micro_batches=parts),
+            measure=functools.partial(actor_measures, **clips),
+            temperature=self.config.rollout.sampling.temperature,
+        )
+
+    def _make_scorer(self, parts: int) -> Callable[..., jax.Array]:
+        """Log-probabilities float32 [B, T] of a batch's targets; 0 where there is no loss."""
+        wide, compute = matrices(self.trainee.axes), self.config.compute
+        temperature = self.config.rollout.sampling.temperature
+
+        def score(trained: Params, frozen: Params, batch: Arrays, places: int) -> jax.Array:
+            params = compute_params(self.trainee.params(trained, frozen), wide, compute.dtype)
+            columns = jnp.broadcast_to(jnp.arange(batch["tokens"].shape[1]), batch["tokens"].shape)
+
+            def one(part: Arrays) -> jax.Array:
+                found, picked = batch_logprobs(
+                    self.trainee, params, part, places, compute, temperature
+                )
+                found = jnp.where(picked["loss_mask"], found, 0)
+                rows = jnp.arange(len(found))[:, None]
+                empty = jnp.zeros(part["tokens"].shape, jnp.float32)
+                return empty.at[rows, picked["columns"]].set(found)
+
+            scored = jax.lax.map(one, split_batch({**batch, "columns": columns}, parts))
+            # `split_batch` deals rows out in turn; this takes them back in.
+            return scored.swapaxes(0, 1).reshape(batch["tokens"].shape)
+
+        return jax.jit(score, static_argnames="places")
+
+    def _load(self, dtype: str) -> Params:
+        def where(axes: tuple[str, ...]) -> jax.sharding.Sharding:
+            return sharding_for(axes, self.mesh)
+
+        return load_model(self.config.model, dtype, shardings=where).params
+
+
+def prepare(config: RlConfig) -> Run:
+    """Check and gather all that a run needs, before anything is written."""
+    enable_compilation_cache()
+    check_trackers(config.track)
+    run = Run(config)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def settings_of_step(run: Run, step: int, fingerprint: str) -> dict[str, Any]:
+    """All that decides the rollouts of a step."""
+    config = run.config
+    given = {
+        "rollout": dataclasses.asdict(config.rollout),
+        "env": dataclasses.asdict(config.env) | {"workers": None, "restart_after": None},
+        "split": config.split,
+        "group": config.group,
+        "prompts": config.prompts,
+        "seed": config.seed,
+        "skip_form": config.skip_form,
+        "sampler": config.sampler.dtype,
+    }
+    return {**given, "step": step, "policy": fingerprint}
