@@ -62,6 +62,7 @@ def make_sampler(config: SamplerConfig, model: str, most_tokens: int, known: int
             config.address,
             logprobs_mode=config.logprobs_mode,
             context_length=config.length,
+            known=known,
             concurrency=config.concurrency,
             timeout=config.timeout,
         )

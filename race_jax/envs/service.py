@@ -19,6 +19,8 @@ MAX_BYTES = 1 << 26
 """The longest reply that is read, in bytes."""
 
 _START_SECONDS = 5.0
+_BUSY = (408, 429)
+"""Statuses below 500 that pass: too late, and too many requests at once."""
 
 
 class ServiceFault(EnvironmentFault):
@@ -45,9 +47,9 @@ class Service:
     """A server that is asked by POST and GET and answers in JSON.
 
     A request that only reads, or that brings the server to the same state however often it is sent,
-    is repeated when the connection breaks, the server is late or answers 5xx. Any other is sent
-    again only where no connection came about. A reply of `{"error": text}` is a fault even with
-    HTTP status 200, and so is one that is no JSON.
+    is repeated when the connection breaks, the server is late or answers 5xx, 408 or 429. Any other
+    is sent again only where no connection came about. A reply of `{"error": text}` is a fault even
+    with HTTP status 200, and so is one that is no JSON.
 
     Args:
         address: Such as `http://127.0.0.1:8000`.
@@ -190,7 +192,7 @@ class Service:
             raise _Unsent(f"{where}: no connection ({_named(error)}){self._start}") from None
         except httpx.TimeoutException:
             raise _Passing(f"{where}: no whole reply within {self._timeout:g} s") from None
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise _Passing(f"{where}: the connection broke ({_named(error)})") from None
         return _read(bytes(held), status, where)
 
@@ -198,7 +200,7 @@ class Service:
 def _read(held: bytes, status: int, where: str) -> Any:
     text = held.decode("utf-8", errors="replace")
     if status != 200:
-        kind = _Passing if status >= 500 else ServiceFault
+        kind = _Passing if status >= 500 or status in _BUSY else ServiceFault
         raise kind(f"{where}: HTTP status {status}, {text[:300]!r}", status)
     try:
         return json.loads(text)

@@ -17,6 +17,8 @@ from race_jax.trajectory_messages import short
 Kind = Literal["vllm", "sglang"]
 LogprobsMode = Literal["raw", "processed"]
 
+_GREETING = 30.0
+"""Most seconds that a server may take to name its model."""
 _START = {
     "vllm": "start it with `vllm serve MODEL --port PORT`",
     "sglang": "start it with `python -m sglang.launch_server --model-path MODEL --port PORT`",
@@ -27,9 +29,9 @@ class HttpSampler:
     """Continues conversations on a server, which keeps their prefixes in a cache of its own.
 
     Requests carry ids and bring ids, never text. One that fails is sent again with growing pauses,
-    unless the server says that the request is at fault (HTTP 4xx), and in the end becomes a
-    completion with the reason `error`. Requests that are forgotten run on at the server until they
-    are finished or late; what comes of them is dropped.
+    unless the server says that the request is at fault (HTTP 4xx but 408 and 429), and in the
+    end becomes a completion with the reason `error`. Requests that are forgotten run on at the
+    server until they are finished or late; what comes of them is dropped.
 
     vLLM returns log-probs at temperature 1 unless it was started with
     `--logprobs-mode processed_logprobs`; SGLang returns them at the sampling temperature.
@@ -39,6 +41,8 @@ class HttpSampler:
         address: Such as `http://127.0.0.1:8000`.
         logprobs_mode: What a vLLM server was started with: `raw` by default, or `processed`.
         context_length: Most tokens of prompt and completion; by default what the server says.
+        known: The tokenizer's length. A completion with an id from here on is an error: servers
+            sample from the padding of the head too. By default nothing is checked.
         concurrency: Requests at once, from 1 to 100.
         timeout: Seconds for one request.
         attempts: How often a request is sent at most.
@@ -56,6 +60,7 @@ class HttpSampler:
         *,
         logprobs_mode: LogprobsMode = "raw",
         context_length: int | None = None,
+        known: int | None = None,
         concurrency: int = 64,
         timeout: float = 600.0,
         attempts: int = 4,
@@ -67,8 +72,13 @@ class HttpSampler:
             raise ValueError(f"concurrency is {concurrency}; it must be from 1 to 100")
         self.kind: Kind = kind
         self.logprobs_mode = logprobs_mode
-        self._service = Service(address, timeout, attempts, pause, _START[kind])
+        self._known = known
+        # What listens and says nothing is found out soon, however long completions may take.
+        self._service = Service(
+            address, min(timeout, _GREETING), min(attempts, 2), pause, _START[kind]
+        )
         self.model, self.context_length = self._greet(context_length)
+        self._service = Service(address, timeout, attempts, pause, _START[kind])
         self._waiting: queue.SimpleQueue[tuple[int, Request]] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[tuple[int, Completion]] = queue.SimpleQueue()
         self._numbers: dict[str, int] = {}
@@ -211,12 +221,28 @@ class HttpSampler:
             else:
                 reply = self._service.post("/generate", sglang_body(request), again=True)
                 tokens, logprobs, reason = read_sglang(reply)
+            self._check_ids(tokens, request)
         except (EnvironmentFault, ValueError) as fault:
             return Completion(name, (), (), "error", str(fault)[:1000])
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             what = f"the reply of {self._service.address} lacks a part: {error!r}"
-            return Completion(name, (), (), "error", what)
+            return Completion(name, (), (), "error", what[:1000])
+        except Exception as error:  # Or else this thread ends, and the request is never answered.
+            what = f"the reply of {self._service.address} cannot be read: {error!r}"
+            return Completion(name, (), (), "error", what[:1000])
         return Completion(name, tokens, logprobs, reason)
+
+    def _check_ids(self, tokens: Sequence[int], request: Request) -> None:
+        if len(tokens) > request.max_tokens:
+            raise ValueError(
+                f"the server returned {len(tokens)} ids; at most {request.max_tokens} were wanted"
+            )
+        strange = [token for token in tokens if self._known is not None and token >= self._known]
+        if strange:
+            raise ValueError(
+                f"the server sampled id {strange[0]}, but the tokenizer's ids end at "
+                f"{self._known - 1}; is it the same model?"
+            )
 
 
 def vllm_body(request: Request, model: str) -> dict[str, Any]:

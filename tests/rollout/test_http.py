@@ -132,7 +132,19 @@ def test_the_loop_runs_over_a_server(kind):
     assert all(set(note.logprobs) == {-0.5} for r in rollouts for note in r.notes)
 
 
-PASSING = [broken, dropped, cut, slow]
+def busy(handler):
+    handler.reply(429, b'{"error": "too many requests"}')
+
+
+def garbled(handler):
+    handler.send_response(200)
+    handler.send_header("Content-Encoding", "gzip")
+    handler.send_header("Content-Length", "5")
+    handler.end_headers()
+    handler.wfile.write(b"plain")
+
+
+PASSING = [broken, dropped, cut, slow, busy, garbled]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -192,6 +204,8 @@ FINAL = [
     ("vllm", bad_vllm(token_ids=[], logprobs={"token_logprobs": []}), "the ids []"),
     ("vllm", bad_vllm(prompt_token_ids=[2, 3]), "another prompt, of 2 ids instead of 3"),
     ("vllm", bad_vllm(logprobs={"token_logprobs": [None, -1.0]}), "the log-probs [None"),
+    ("vllm", bad_vllm(logprobs={"token_logprobs": [-(10**400), -1.0]}), "cannot be read"),
+    ("vllm", bad_vllm(token_ids=[7, 50]), "sampled id 50, but the tokenizer's ids end at 49"),
     ("vllm", bad_vllm(finish_reason="abort"), "'abort'"),
     ("sglang", bad_sglang(output_token_logprobs=[[-1.0, "x", None]]), "the ids ['x']"),
     ("sglang", bad_sglang(finish_reason={"type": "abort", "message": "no room"}), "no room"),
@@ -201,12 +215,28 @@ FINAL = [
 @pytest.mark.parametrize(("kind", "fault", "message"), FINAL)
 def test_faults_that_do_not_pass_are_not_tried_again(kind, fault, message):
     with serving(answers(kind)) as server:
-        sampler = sampler_of(server, kind)
+        sampler = sampler_of(server, kind, known=50)
         server.faults[ROUTE[kind]] = [fault]
         sampler.submit(request())
         (found,) = drain(sampler)
         assert found.reason == "error" and message in found.error
         assert server.routes().count(ROUTE[kind]) == 1
+
+
+def test_more_ids_than_were_asked_for_are_an_error():
+    with serving(answers("vllm", lambda prompt, limit: ([7] * (limit + 1), "length"))) as server:
+        sampler = sampler_of(server, "vllm")
+        sampler.submit(request())
+        (found,) = drain(sampler)
+        assert found.reason == "error" and "ids; at most" in found.error
+
+
+def test_a_server_that_listens_and_says_nothing_is_told_soon(monkeypatch):
+    monkeypatch.setattr("race_jax.rollout.http._GREETING", 0.2)
+    with serving(answers("vllm")) as server:
+        server.faults["/v1/models"] = [slow, slow]
+        with pytest.raises(ConnectionError, match=rf"{server.address}.*within 0.2 s in 2 attempts"):
+            sampler_of(server, "vllm", timeout=600.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
