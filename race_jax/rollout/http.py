@@ -237,10 +237,9 @@ class HttpSampler:
             raise ValueError(
                 f"the server returned {len(tokens)} ids; at most {request.max_tokens} were wanted"
             )
-        strange = [token for token in tokens if self._known is not None and token >= self._known]
-        if strange:
+        if self._known is not None and max(tokens) >= self._known:
             raise ValueError(
-                f"the server sampled id {strange[0]}, but the tokenizer's ids end at "
+                f"the server sampled id {max(tokens)}, but the tokenizer's ids end at "
                 f"{self._known - 1}; is it the same model?"
             )
 
