@@ -199,17 +199,44 @@ def plot_measures(rows: Sequence[Measures], path: str | Path) -> None:
         raise ValueError("there are no measures to plot")
     figure = Figure(figsize=(6.4, 4.2), dpi=160, layout="constrained")
     axes = figure.subplots()
-    for row in rows:
+    width = 1.3 * max(row.reasoning_tokens for row in rows) or 1.0
+    for row, lift in zip(rows, _label_lifts(rows, width), strict=True):
         x, y = row.reasoning_tokens, 100 * row.success
         low, high = (100 * bound for bound in row.interval)
         # At 0 and at 100 % rounding could make a length negative.
         spans = [[max(y - low, 0.0)], [max(high - y, 0.0)]]
         axes.errorbar([x], [y], yerr=spans, fmt="o", capsize=3, color="#1b5e93")
-        axes.annotate(row.name, (x, y), textcoords="offset points", xytext=(7, 5), fontsize=8)
+        axes.annotate(
+            row.name,
+            (x, y),
+            textcoords="offset points",
+            xytext=(7, 5 + 9 * lift),
+            fontsize=8,
+            parse_math=False,  # a file's name may hold dollars
+        )
     axes.set(xlabel="reasoning tokens per episode", ylabel="success, %", ylim=(-3, 103))
-    # Room for the names, which stand to the right of their points.
-    axes.set_xlim(0, 1.3 * max(row.reasoning_tokens for row in rows) or 1.0)
+    # Room for the names, which stand to the right of their points, and for points at 0.
+    axes.set_xlim(-0.02 * width, width)
     axes.grid(True, color="#d8dde2", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     with jsonl.replacing(path) as image:
         figure.savefig(image, format="png")
+
+
+def _label_lifts(rows: Sequence[Measures], width: float) -> list[int]:
+    """By how many lines each name is raised, so that names of points close together can be read.
+
+    Args:
+        rows: One point each.
+        width: Of the x axis.
+    """
+    placed: list[tuple[float, float]] = []
+    lifts = []
+    for row in rows:
+        x, y, lift = row.reasoning_tokens / width, row.success, 0
+        # A name takes about a quarter of the width and a thirtieth of the height.
+        while any(abs(x - u) < 0.25 and abs(y + lift / 30 - v) < 0.03 for u, v in placed):
+            lift += 1
+        placed.append((x, y + lift / 30))
+        lifts.append(lift)
+    return lifts

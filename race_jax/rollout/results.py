@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast, get_args
 from race_jax.jsonl import JsonlLog
 from race_jax.rollout.limits import FAULTS, StopReason
 from race_jax.trajectories import from_json, to_json
+from race_jax.trajectory_messages import short
 from race_jax.types import Message, TokenTrajectory, Trajectory
 
 KEY = "rollout"
@@ -131,10 +132,16 @@ class Rollout:
         Raises:
             ValueError: The record is not one that `record` makes.
         """
+        if not isinstance(record, Mapping):
+            raise ValueError(f"the record is {short(record)}, no rollout; it must be an object")
         name, notes = record.get("id"), record.get(KEY)
         if not isinstance(notes, Mapping) or notes.get("stop") not in get_args(StopReason):
             raise ValueError(f"the record {name!r} is no rollout: it has no `{KEY}` with a `stop`")
         turns = notes.get("turns", ())
+        if not isinstance(turns, list | tuple):
+            raise ValueError(
+                f"the rollout {name!r} has the turns {short(turns)}; they must be a list"
+            )
         # Without a turn it is no trajectory, so only its bare facts can be read.
         trajectory = from_json(record) if turns else Trajectory(str(name), ())
         if len(turns) != (len(trajectory.tokens.turns) if trajectory.tokens else 0):

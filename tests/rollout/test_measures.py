@@ -1,5 +1,6 @@
 """Measures of evaluated episodes, by hand."""
 
+import itertools
 import math
 
 import pytest
@@ -90,3 +91,21 @@ def test_table_and_plot_hold_every_row(tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no measures"):
         plot_measures([], tmp_path / "plot.png")
+
+
+def test_names_of_points_at_one_place_do_not_cover_each_other(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    rows = [measure(EPISODES, name) for name in ("one", "two", "$a_{b$")] + [measure([], "far")]
+    boxes = {}
+
+    def save(figure, file, **settings):
+        figure.draw_without_rendering()
+        for text in figure.axes[0].texts:
+            boxes[text.get_text()] = text.get_window_extent()
+
+    monkeypatch.setattr(Figure, "savefig", save)
+    plot_measures(rows, tmp_path / "plot.png")
+    assert sorted(boxes) == sorted(row.name for row in rows)
+    for left, right in itertools.combinations(boxes.values(), 2):
+        assert not left.overlaps(right)

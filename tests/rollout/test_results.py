@@ -108,6 +108,18 @@ def test_records_that_lack_a_part_are_named(rollouts):
         Rollout.from_record(record)
 
 
+def test_lines_of_another_form_are_named(rollouts, tmp_path):
+    path, record = tmp_path / "rollouts.jsonl", rollouts[0].record()
+    for line, message in (
+        ([1], "line 1: the record is .1., no rollout"),
+        (None, "line 1: the record is None, no rollout"),
+        ({**record, "rollout": {**record["rollout"], "turns": None}}, "has the turns None"),
+    ):
+        path.write_text(json.dumps(line) + "\n")
+        with pytest.raises(ValueError, match=message):
+            list(read_rollouts(path))
+
+
 def test_groups_come_when_complete_and_incomplete_ones_at_the_end(rollouts):
     def sample(task, n):
         return Rollout(**{**vars(rollouts[0]), "task": task, "sample": n})
