@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from rich.console import Console
 
 from race_jax.advantages import degenerate_groups, group_relative
@@ -259,7 +260,7 @@ class Loop:
             reduction=config.loss.reduction,
         )
         parts = len(batch["tokens"]) // config.rows
-        places = places_in(batch["loss_mask"], config.row_length)
+        places = places_in(batch["loss_mask"], config.row_length, 4)
         arrays = dict(run.put(batch))
         mismatch: Any = None
         if config.loss.old_logprobs == "recomputed":
@@ -273,6 +274,7 @@ class Loop:
                     arrays["old_logprobs"], sampler, limit=config.loss.importance_limit
                 )
         told: Mapping[str, jax.Array] = {}
+        rate = 0.0
         for _ in range(config.epochs):
             rate = float(run.schedule(int(state.step) - int(state.skipped)))
             state, told = run.step_of(parts)(state, run.frozen, arrays, places)
@@ -320,14 +322,13 @@ def update_numbers(told: Mapping[str, float], stats: RowStats) -> Numbers:
 
 
 @jax.jit
-def _sums(trained: Any) -> tuple[jax.Array, jax.Array]:
-    leaves = jax.tree.leaves(trained)
-    return sum(jnp.sum(jnp.abs(x)) for x in leaves), sum(jnp.sum(x * x) for x in leaves)
+def _norms(trained: Any) -> tuple[jax.Array, jax.Array]:
+    return optax.tree.norm(trained, ord=1), optax.tree.norm(trained)
 
 
 def fingerprint(state: TrainState) -> str:
     """A name for the policy, which tells rollouts of another one apart."""
-    return "-".join(float(value).hex() for value in _sums(state.trained))
+    return "-".join(float(value).hex() for value in _norms(state.trained))
 
 
 def open_rollouts(path: Any, settings: Mapping[str, Any]) -> RolloutFile:
