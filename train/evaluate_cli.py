@@ -138,12 +138,13 @@ def _play(config: EvaluateConfig, console: Console) -> int:
         console.print(f"{len(jobs)} episodes; {len(jobs) - len(left)} already in {config.out}")
         if not left:
             return 0
-        with jsonl.replacing(_beside(config.out, "settings")) as settings:
-            settings.write(json.dumps(dataclasses.asdict(config), indent=1).encode())
         sampler = make_sampler(
             config.sampler, config.model, config.rollout.max_tokens, len(tokenizer)
         )
         host = make_host(config.env, config.rollout.step_timeout, config.at_once)
+        # Only settings under which a run can begin replace those of the run before.
+        with jsonl.replacing(_beside(config.out, "settings")) as settings:
+            settings.write(json.dumps(dataclasses.asdict(config), indent=1).encode())
         faulty = done = 0
         try:
             runner = Runner(
@@ -159,7 +160,7 @@ def _play(config: EvaluateConfig, console: Console) -> int:
                     file.append(rollout)
                     done += 1
                     faulty += rollout.faulty
-                    if rollout.faulty:
+                    if rollout.faulty or rollout.tokens is None:
                         console.print(visible(f"{rollout.id}: {rollout.stop}: {rollout.error}"))
                     meter.update(done, f"{done}/{len(left)}")
         except RunFailed as failure:

@@ -219,6 +219,20 @@ def test_bad_settings_are_told_before_anything_is_written(
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_episodes_that_never_begin_are_told(tmp_path, model_dir, capsys):
+    short = {"kind": "local", "length": 20}
+    assert main(settings(tmp_path, model_dir, count=1, sampler=short)) == 0
+    said = capsys.readouterr().out
+    assert "length: " in said and "tokens of context leave no room in 20" in said
+
+
+def test_settings_that_cannot_begin_leave_those_of_the_run_before(tmp_path, model_dir):
+    kept = tmp_path / "out.settings.json"
+    kept.write_text("kept")
+    assert main(settings(tmp_path, model_dir, sampler={"kind": "local", "slots": 0})) == 2
+    assert kept.read_text() == "kept"
+
+
 def test_servers_that_are_down_are_named(tmp_path, model_dir, capsys):
     address = f"http://127.0.0.1:{free_port()}"
     call = settings(tmp_path, model_dir, sampler={"kind": "sglang", "address": address})
