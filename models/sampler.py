@@ -139,7 +139,7 @@ def decode(
         return step + 1, finished, seats, cache, tokens, logprobs
 
     empty = jnp.zeros((steps, count))
-    start = (0, jnp.asarray(False), seats, cache, empty.astype(jnp.int32), empty)
+    start = (jnp.asarray(0), jnp.asarray(False), seats, cache, empty.astype(jnp.int32), empty)
     made, _, _, cache, tokens, logprobs = jax.lax.while_loop(going, body, start)
     return tokens, logprobs, made, cache
 
@@ -401,6 +401,7 @@ class LocalSampler:
         for r, chat in enumerate(chosen):
             new = chat.ids[chat.cached : chat.cached + min(size, chat.unread)]
             tokens[r, : len(new)] = new
+            assert chat.slot is not None
             slots[r], starts[r], counts[r] = chat.slot, chat.cached, len(new)
             if len(new) == self.chunk and chat.fixed == chat.cached:
                 chat.fixed += self.chunk
@@ -481,9 +482,7 @@ class LocalSampler:
         }
         active, stops = np.zeros(count, bool), np.full((count, STOPS), -1, np.int32)
         keys = np.zeros((count, 2), np.uint32)
-        rule = Rule(
-            np.ones(count, np.float32), np.ones(count, np.float32), np.zeros(count, np.int32)
-        )
+        rules = np.tile(np.asarray([1, 1, 0], np.float32)[:, None], count)
         for chat in chats:
             request, slot, drawn = chat.request, chat.slot, len(chat.logprobs)
             assert request is not None
@@ -494,6 +493,13 @@ class LocalSampler:
             stops[slot, : len(request.stop)] = request.stop
             seed = request.seed % (1 << 64)
             keys[slot] = seed >> 32, seed & 0xFFFFFFFF
-            rule.temperature[slot] = request.sampling.temperature
-            rule.top_p[slot], rule.top_k[slot] = request.sampling.top_p, request.sampling.top_k
-        return Seats(**flat, active=active, stops=stops, keys=keys, rule=rule)
+            how = request.sampling
+            rules[:, slot] = how.temperature, how.top_p, how.top_k
+        heat, top_p, top_k = (jnp.asarray(row) for row in rules)
+        return Seats(
+            **{name: jnp.asarray(x) for name, x in flat.items()},
+            active=jnp.asarray(active),
+            stops=jnp.asarray(stops),
+            keys=jnp.asarray(keys),
+            rule=Rule(heat, top_p, top_k.astype(jnp.int32)),
+        )

@@ -356,5 +356,5 @@ def test_beside_ids_a_message_may_hold_whatever_a_policy_wrote():
     for message in ({**odd, "content": ""}, odd):
         given = edited(both, "messages", at, message)
         assert from_json(given).messages[at] == message
-        with pytest.raises(ValueError, match="empty-action|think-block"):
+        with pytest.raises(ValueError, match=r"empty-action|think-block"):
             from_json(edited(given, "tokens", ...))

@@ -52,10 +52,18 @@ def rng():
     return np.random.default_rng(0)
 
 
-def sampler(family, **settings):
+PROGRAMS = ("_decode", "_extend", "_read", "_write", "_read_states", "_write_states")
+_first = {}
+
+
+def sampler(family, params=None, **settings):
+    """A sampler that shares the compiled programs of the others of its family."""
     model = MODELS[family]
-    settings = {"known": KNOWN, "slots": 3, "length": 200, "chunk": 16, "burst": 4, **settings}
-    return LocalSampler(model, model.params, **settings)
+    settings = {"slots": 3, "length": 200, **settings}
+    made = LocalSampler(model, params or model.params, known=KNOWN, chunk=16, burst=4, **settings)
+    for name in PROGRAMS:
+        setattr(made, name, getattr(_first.setdefault(family, made), name))
+    return made
 
 
 _forward = {
@@ -78,6 +86,9 @@ def states(family, ids):
     return _forward[family](padded)[0, : len(ids)]
 
 
+_draw, _uniforms = jax.jit(draw, static_argnums=3), jax.jit(uniforms)
+
+
 def alone(family, request):
     """A request token by token, each with the whole sequence forwarded anew."""
     model = MODELS[family]
@@ -90,7 +101,7 @@ def alone(family, request):
     key = jnp.array([[request.seed >> 32, request.seed & 0xFFFFFFFF]], jnp.uint32)
     while True:
         logits = jnp.matmul(states(family, ids)[-1:], head.T, precision="highest")
-        token, nat = draw(logits, rows, uniforms(key, jnp.array([len(nats)])), KNOWN)
+        token, nat = _draw(logits, rows, _uniforms(key, jnp.array([len(nats)])), KNOWN)
         ids.append(int(token[0]))
         nats.append(float(nat[0]))
         if ids[-1] in request.stop:
@@ -283,7 +294,7 @@ def test_what_cannot_be_asked_for_is_refused(rng):
         ({"chunk": 24}, "chunk is 24: it must be a power of two of at least 16"),
     ):
         with pytest.raises(ValueError, match=message):
-            sampler("qwen3", **settings)
+            LocalSampler(MODELS["qwen3"], MODELS["qwen3"].params, **{"known": 50, **settings})
 
 
 @families
@@ -315,7 +326,7 @@ def test_new_parameters_leave_nothing_of_the_old(rng):
     engine.submit(request)
     (new,) = engine.poll()
     assert old.tokens != new.tokens
-    fresh = LocalSampler(model, other, known=KNOWN, slots=3, length=200, chunk=16, burst=4)
+    fresh = sampler("qwen3", other)
     fresh.submit(request)
     assert fresh.poll() == [new]
 
