@@ -67,7 +67,7 @@ def percent(share: float) -> str:
 # Texts
 
 
-def _text(content: object) -> str:
+def message_text(content: object) -> str:
     """A message's content as text: parts are joined, anything odd is shown as JSON."""
     if content is None:
         return ""
@@ -98,7 +98,8 @@ def clip(text: str, characters: int, lines: int) -> tuple[str, str]:
     return head, rest
 
 
-def _block(text: str, characters: int, lines: int) -> dict[str, Any]:
+def block(text: str, characters: int, lines: int) -> dict[str, Any]:
+    """A text as the templates take it: its head, its rest and its size."""
     head, rest = clip(text, characters, lines)
     return {"head": head, "rest": rest.removeprefix("\n"), "size": len(text)}
 
@@ -107,7 +108,7 @@ def _call(call: object) -> dict[str, Any]:
     """A tool call as name and arguments; `inline` if it fits on a line."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        return {"name": "", "raw": _text(call), "arguments": (), "inline": False}
+        return {"name": "", "raw": message_text(call), "arguments": (), "inline": False}
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -176,7 +177,7 @@ def _sentence(lead: str, before: str, link: int | None = None, after: str = "") 
     return {"lead": lead, "before": before, "link": link, "after": after}
 
 
-def _split_messages(messages: Sequence[Record]) -> tuple[list[Record], list[list[Record]]]:
+def split_messages(messages: Sequence[Record]) -> tuple[list[Record], list[list[Record]]]:
     """The prompt, and one list per turn: its assistant message and what follows it."""
     prompt: list[Record] = []
     turns: list[list[Record]] = []
@@ -198,18 +199,19 @@ def _reasoning(records: Sequence[Record], splits: Sequence[list[list[Record]]], 
             return original[t]
     # A smaller threshold keeps more: another record of the trajectory may still carry the text.
     for turns in splits:
-        text = _text(turns[t][0].get("reasoning_content")) if t < len(turns) else ""
+        text = message_text(turns[t][0].get("reasoning_content")) if t < len(turns) else ""
         if text:
             return text
     return ""
 
 
-def _message(message: Record, characters: int = 600, lines: int = 9) -> dict[str, Any]:
+def view_message(message: Record, characters: int = 600, lines: int = 9) -> dict[str, Any]:
+    """A chat message as the templates take it."""
     name = message.get("name")
     return {
         "role": str(message["role"]),
         "name": name if isinstance(name, str) else "",
-        "text": _block(_text(message.get("content")), characters, lines),
+        "text": block(message_text(message.get("content")), characters, lines),
         "calls": [_call(call) for call in message.get("tool_calls") or ()],
     }
 
@@ -225,11 +227,11 @@ def view_trajectory(index: int, records: Mapping[int, Record]) -> dict[str, Any]
         Plain values for the templates.
     """
     present = list(records.values())
-    splits = [_split_messages(record.get("messages") or ()) for record in present]
+    splits = [split_messages(record.get("messages") or ()) for record in present]
     prompt, bodies = max(splits, key=lambda split: len(split[1]))
     count = len(present[0]["turns"])
     turns = [_view_turn(t, records, bodies, [split[1] for split in splits]) for t in range(count)]
-    task = next((_text(m.get("content")) for m in prompt if m["role"] == "user"), "")
+    task = next((message_text(m.get("content")) for m in prompt if m["role"] == "user"), "")
     return {
         "index": index,
         "id": present[0]["id"],
@@ -238,7 +240,7 @@ def view_trajectory(index: int, records: Mapping[int, Record]) -> dict[str, Any]
         "reward": next((r["reward"] for r in present if r.get("reward") is not None), None),
         "count": count,
         "totals": {i: _view_totals(record) for i, record in records.items()},
-        "prompt": [_message(message, 1600, 24) for message in prompt],
+        "prompt": [view_message(message, 1600, 24) for message in prompt],
         "turns": turns,
         "heat": {i: heat_map(index, record) for i, record in records.items()},
         "matched": not bodies or len(bodies) == count,
@@ -274,12 +276,12 @@ def _view_turn(
         "number": t + 1,
         "states": " ".join(states),
         "views": views,
-        "reasoning": _block(_reasoning(list(records.values()), all_bodies, t), 1800, 24),
+        "reasoning": block(_reasoning(list(records.values()), all_bodies, t), 1800, 24),
         "reasoning_tokens": tokens,
         "action_tokens": first.get("action_tokens"),
         "had_reasoning": bool(tokens) or any(view["keep"] for view in views),
-        "action": _message(body[0]) if body else None,
-        "after": [_message(message) for message in body[1:]],
+        "action": view_message(body[0]) if body else None,
+        "after": [view_message(message) for message in body[1:]],
     }
 
 

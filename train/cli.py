@@ -62,7 +62,7 @@ COMMANDS = {
         "serve a corpus of documents for searching, with Search-R1's route",
     ),
     ("report",): Command(
-        "race_jax.train.report_cli", "report", "turn LoGiC's output into one readable page"
+        "race_jax.train.report_cli", "report", "show LoGiC's output or rollouts on one page"
     ),
     ("trajectories", "check"): Command(
         "race_jax.train.trajectories_cli", "check", "name every faulty line of a trajectory file"

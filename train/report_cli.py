@@ -1,4 +1,4 @@
-"""`race-jax report`: the HTML page of a LoGiC output file, or the curves of a run."""
+"""`race-jax report`: the page of LoGiC output or of rollouts, or the curves of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from race_jax.report import (
     summary_table,
     write_report,
 )
+from race_jax.report_rollouts import is_rollouts, write_rollouts
 from race_jax.report_view import visible
+from race_jax.rollout.measures import measures_table, stops_line
+from race_jax.rollout.results import read_rollouts
+from race_jax.tokenizer import load_tokenizer
+
+TITLE = "LoGiC report"
 
 SHOWN_FAULTS = 20
 """How many skipped lines the console names; the page lists more."""
@@ -26,20 +32,23 @@ SHOWN_FAULTS = 20
 def report(
     file: str,
     out: str = "report.html",
-    title: str = "LoGiC report",
+    title: str = TITLE,
     max_trajectories: int = MAX_TRAJECTORIES,
     plot: str | None = None,
+    tokenizer: str | None = None,
 ) -> int:
-    """Show what LoGiC decided, as one self-contained HTML page, or a run's curves, as a picture.
+    """Show LoGiC output or rollouts as one self-contained page, or a run's curves as a picture.
 
     Args:
-        file: A file that `race-jax logic` wrote, or the `metrics.jsonl` of a run. Of metrics, the
-            curves are drawn, into `plot`; the settings of the page are of no effect.
+        file: A file that `race-jax logic` or `race-jax evaluate` wrote, or the `metrics.jsonl` of
+            a run. Of metrics, the curves are drawn, into `plot`; the settings of the page are of
+            no effect.
         out: The HTML page to write.
         title: Heading of the page.
         max_trajectories: How many transcripts the page holds; totals always cover all.
         plot: A PNG to write: skip share and tokens saved against the threshold, or a run's curves
-            (by default beside the metrics).
+            (by default beside the metrics). Of no effect with rollouts.
+        tokenizer: Model or tokenizer folder, for the log-prob of each token of rollouts.
 
     Returns:
         Exit code: 0, or 1 if lines of the file were skipped.
@@ -53,6 +62,8 @@ def report(
             raise ValueError(f"{target}: the output would replace the input; name another file")
     if is_metrics(file):
         return _curves(file, plot or str(Path(file).with_suffix(".png")))
+    if is_rollouts(file):
+        return _rollouts(file, out, title, max_trajectories, tokenizer)
     faults: list[str] = []
     records = read_records(file, faults=faults)
     write_report(
@@ -77,6 +88,27 @@ def report(
     line = f"{_plain(out)}: {size:.1f} MB from {len(records)} records{skipped}"
     console.print(line, soft_wrap=True)
     return 1 if faults else 0
+
+
+def _rollouts(file: str, out: str, title: str, most: int, tokenizer: str | None) -> int:
+    """Write the page of rollouts, and tell what they come to."""
+    codec = load_tokenizer(tokenizer) if tokenizer is not None else None
+    rollouts = list(read_rollouts(file))
+    row = write_rollouts(
+        rollouts,
+        out,
+        title="Rollouts" if title == TITLE else title,
+        source=Path(file).name,
+        decode=(lambda token: str(codec.decode([token]))) if codec is not None else None,
+        max_trajectories=most,
+    )
+    console = Console(highlight=False)
+    console.print(measures_table([row]))
+    console.print(_plain(stops_line(row)), soft_wrap=True)
+    size = Path(out).stat().st_size / 1e6
+    line = f"{_plain(out)}: {size:.1f} MB from {len(rollouts)} rollouts"
+    console.print(line, soft_wrap=True)
+    return 0
 
 
 def _curves(file: str, plot: str) -> int:

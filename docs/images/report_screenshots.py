@@ -1,6 +1,7 @@
 """Take the report's pictures: PYTHONPATH=tests python docs/images/report_screenshots.py PAGE ...
 
 Arguments: the page, the threshold to show, the trajectory's place on the page from 0, and a turn.
+Of a page of rollouts: the page, the trajectory's place and a turn.
 """
 
 import sys
@@ -36,5 +37,17 @@ def main(page: str, epsilon: str, trajectory: str, turn: str) -> None:
         browser.close()
 
 
+def rollouts(page: str, trajectory: str, turn: str, folder: Path = HERE, **view) -> None:
+    """Write report-rollouts.png, with the colours on."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        browser = Browser(profile)
+        browser.open(Path(page).resolve(), **{"width": 1200, "height": 1000, **view})
+        browser.run(f"location.hash = 'r{trajectory}-{turn}'")
+        browser.run("document.getElementById('lp').click()")
+        browser.settle()
+        browser.screenshot(folder / "report-rollouts.png")
+        browser.close()
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    (rollouts if len(sys.argv) == 4 else main)(*sys.argv[1:])
