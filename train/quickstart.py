@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import shlex
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from race_jax.envs.potion_text import words
 from race_jax.envs.potions import PotionShopConfig, drill, oracle_trajectory
 from race_jax.envs.word_tokenizer import word_tokenizer
 from race_jax.logic.records import THINK
-from race_jax.models import save_model
+from race_jax.models import Model, save_model
 from race_jax.report import read_records, write_report
 from race_jax.tokenizer import load_tokenizer
 from race_jax.train.logic_cli import logic, parse_epsilons
@@ -35,7 +36,7 @@ from race_jax.train.progress import Meter, duration
 from race_jax.train.runtime import enable_compilation_cache, model_fingerprint
 from race_jax.train.tiny import TinyTraining, fresh_model, lessons, tiny_config, train
 from race_jax.trajectories import read, write
-from race_jax.types import Trajectory
+from race_jax.types import TokenTrajectory, Trajectory
 
 STAGES = "quickstart.json"
 TRAIN, HELD_OUT, MODEL, COVERS, REPORT = (
@@ -205,23 +206,49 @@ def _train(work: Workspace, seed: int, world: PotionShopConfig, training: TinyTr
         for i in range(training.drill_steps * training.drill_batch)
     ]
     model = fresh_model(tiny_config(len(tokenizer)), seed)
-    total = training.drill_steps + training.steps
-    recent: list[float] = []
-
-    with Meter(work.console, "training", total) as meter:
-
-        def show(step: int, loss: float) -> None:
-            recent.append(loss)
-            mean = sum(recent[-20:]) / len(recent[-20:])
-            kind = "drills" if step <= training.drill_steps else "episodes"
-            rate = step / max(meter.spent, 1e-9)
-            meter.update(step, f"step {step}/{total} ({kind}), loss {mean:.3f}, {rate:.1f} steps/s")
-
-        model = train(model, lessons(episodes, drills, training, seed), training, show)
-    work.console.print(f"loss at the end: {sum(recent[-20:]) / len(recent[-20:]):.3f} nats a token")
+    model, loss = _round(work.console, "training", model, episodes, drills, training, seed)
+    again = dataclasses.replace(training, drill_steps=0, steps=training.steps // 2)
+    for number in range(1, training.rounds + 1):
+        if loss <= training.enough or not again.steps:
+            break
+        work.console.print(
+            f"the look-ups are not all found: {loss:.3f} nats a token, and {training.enough} would "
+            f"be enough. {again.steps} more updates, round {number} of at most {training.rounds}"
+        )
+        lessons_seed = seed + number * SPLIT
+        model, loss = _round(
+            work.console, "more training", model, episodes, [], again, lessons_seed
+        )
+    work.console.print(f"loss at the end: {loss:.3f} nats a token")
     save_model(model, work[MODEL])
     tokenizer.save_pretrained(work[MODEL])
     load_tokenizer(work[MODEL])
+
+
+def _round(
+    console: Console,
+    title: str,
+    model: Model,
+    episodes: Sequence[TokenTrajectory],
+    drills: Sequence[TokenTrajectory],
+    training: TinyTraining,
+    seed: int,
+) -> tuple[Model, float]:
+    """Train once through the schedule; returns the model, and the mean loss of the last updates."""
+    total = training.drill_steps + training.steps
+    recent: deque[float] = deque(maxlen=20)
+
+    with Meter(console, title, total) as meter:
+
+        def show(step: int, loss: float) -> None:
+            recent.append(loss)
+            kind = "drills" if step <= training.drill_steps else "episodes"
+            rate = step / max(meter.spent, 1e-9)
+            mean = sum(recent) / len(recent)
+            meter.update(step, f"step {step}/{total} ({kind}), loss {mean:.3f}, {rate:.1f} steps/s")
+
+        model = train(model, lessons(episodes, drills, training, seed), training, show)
+    return model, sum(recent) / len(recent)
 
 
 def _compress(work: Workspace, epsilon: str) -> int:

@@ -39,6 +39,10 @@ class TinyTraining:
         other_lr: Learning rate of embeddings and norms (Adam).
         warmup: Updates over which the rates rise from 0.
         decay: Share of all updates, at the end, over which they fall to 0; in [0, 1].
+        enough: Nats per token on episodes at which the look-ups are learnt. When they are found
+            hangs on chance, on rounding even.
+        rounds: How often half of the episode updates are made again, the rates risen anew, as long
+            as the loss is above `enough`.
     """
 
     drill_steps: int = 90
@@ -50,10 +54,12 @@ class TinyTraining:
     other_lr: float = 0.005
     warmup: int = 10
     decay: float = 0.7
+    enough: float = 0.023
+    rounds: int = 4
 
     def __post_init__(self):
         for name, low, high in (
-            *((name, 0, None) for name in ("drill_steps", "steps", "warmup")),
+            *((name, 0, None) for name in ("drill_steps", "steps", "warmup", "rounds", "enough")),
             *((name, 1, None) for name in ("drill_batch", "batch")),
             *((name, 0, None) for name in ("matrix_lr", "other_lr")),
             *((name, 0, 1) for name in ("emptied", "decay")),
