@@ -310,11 +310,13 @@ class LocalSampler:
         chat = self._chats.pop(conversation, None)
         if chat in self._waiting:
             self._waiting.remove(chat)
+        self._settled = [c for c in self._settled if c.conversation != conversation]
 
     def close(self) -> None:
         """Free the cache."""
         self._chats.clear()
         self._waiting.clear()
+        self._settled.clear()
         self._cache = None
 
     def _float32_head(self, params: Params) -> jax.Array:

@@ -351,5 +351,9 @@ def test_what_is_forgotten_is_not_finished(rng):
     engine.forget("c")
     engine.forget("nobody")
     assert engine.poll() == []
+    engine.submit(Request("d", (KNOWN + 50,), 4, (), 0))  # refused, and the refusal forgotten
+    engine.forget("d")
+    engine.submit(Request("d", prompt(rng, 5), 4, (), 0))
+    assert engine.poll()[0].reason == "length"
     engine.close()
     assert engine.poll() == []
