@@ -277,7 +277,7 @@ def plot_metrics(curves: Mapping[str, Curve], path: str | os.PathLike[str]) -> N
                 curve = curves[name]
                 marker = "o" if len(curve.steps) < _MARKED else None
                 axes.plot(*curve, color=colour, label=label, marker=marker, markersize=3)
-        if "probability" in title:
+        if title.startswith("probability"):
             axes.set_ylim(-0.02, 1.02)
         axes.set(title=title, xlabel="step")
         axes.grid(True, color="#d8dde2", linewidth=0.6)

@@ -3,9 +3,12 @@ import sys
 import types
 
 import pytest
+from matplotlib.figure import Figure
 
+from race_jax import metrics
 from race_jax.metrics import (
     NAMES,
+    Curve,
     MetricWriter,
     check_trackers,
     is_metrics,
@@ -132,3 +135,21 @@ def test_a_run_that_begins_anew_keeps_nothing_and_other_processes_write_nothing(
         writer.write(0, {"eval/loss": 9.0})
     assert lines(tmp_path) == [{"step": 0, "eval/loss": 2.0}]
     assert not (tmp_path / "other").exists()
+
+
+def test_every_curve_lies_within_its_panel(tmp_path, monkeypatch):
+    """Log-probabilities leave [0, 1], where only probabilities are confined."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    names = [name for _, panel in metrics._PANELS for name in panel]
+    curves = {
+        name: Curve([1, 2], [0.0, 1.0] if name.startswith("eval/close_on") else [-7.0, 8.0])
+        for name in names
+    }
+    plot_metrics(curves, tmp_path / "curves.png")
+    drawn = [axes for axes in figures[0].axes if axes.lines]
+    assert len(drawn) == len(metrics._PANELS)
+    for axes in drawn:
+        low, high = axes.get_ylim()
+        for line in axes.lines:
+            assert low <= min(line.get_ydata()) and max(line.get_ydata()) <= high
