@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from race_jax.envs.base import Call, EnvironmentFault, Step
+from race_jax.envs.base import Call, EnvironmentFault, Step, check_split
 from race_jax.envs.service import Service, ServiceFault
 
 SPLITS = ("train", "dev", "test")
@@ -121,8 +121,7 @@ class AgentGym:
             ValueError: There is no such split, or its file of item ids is not as it must be.
         """
         files = {"train": self.config.train, "dev": self.config.dev, "test": self.config.test}
-        if split not in files:
-            raise ValueError(f"there is no split {split!r}; {self.name} has {', '.join(files)}")
+        check_split(split, files, self.name)
         path = files[split]
         if path is not None:
             return [self._name(item) for item in item_ids(path)]

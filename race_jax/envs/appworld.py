@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from race_jax.envs.base import Call, Step
+from race_jax.envs.base import Call, Step, check_split
 from race_jax.envs.service import Service, ServiceFault
 from race_jax.toolcalls import check_tools
 
@@ -142,8 +142,7 @@ class AppWorld:
         Raises:
             ValueError: There is no such split, or the file of functions was made without data.
         """
-        if split not in _SPLITS:
-            raise ValueError(f"there is no split {split!r}; appworld has {', '.join(_SPLITS)}")
+        check_split(split, _SPLITS, "appworld")
         dataset = self.config.test if split == "test" else split
         if not self._tasks.get(dataset):
             raise ValueError(

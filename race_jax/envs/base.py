@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 Call = Mapping[str, Any]
@@ -80,6 +80,12 @@ class Environment(Protocol):
     def close(self) -> None:
         """Free all that the environment holds; a closed one can be reset again."""
         ...
+
+
+def check_split(split: str, splits: Iterable[str], name: str) -> None:
+    """Raise ValueError unless the environment `name` has a split of that name."""
+    if split not in (known := list(splits)):
+        raise ValueError(f"there is no split {split!r}; {name} has {', '.join(known)}")
 
 
 class Diverged(Exception):

@@ -18,7 +18,7 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from race_jax.envs.base import Call, Step
+from race_jax.envs.base import Call, Step, check_split
 from race_jax.envs.potion_text import ARGUMENTS, DONE, SYSTEM, TOOLS, WRONG
 from race_jax.types import Message, TokenTrajectory, TokenTurn, Trajectory
 
@@ -94,8 +94,7 @@ class PotionShop:
         Raises:
             ValueError: There is no such split.
         """
-        if split not in SPLITS:
-            raise ValueError(f"there is no split {split!r}; potions has {', '.join(SPLITS)}")
+        check_split(split, SPLITS, "potions")
         return [str(seed) for seed in SPLITS[split]]
 
     def reset(self, task: str) -> str:

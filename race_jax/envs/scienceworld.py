@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from race_jax.envs.base import Call, EnvironmentFault, Step
+from race_jax.envs.base import Call, EnvironmentFault, Step, check_split
 from race_jax.envs.scienceworld_text import ELECTRICAL, SYSTEM, TOOLS, VARIATIONS, command
 
 VERSION = "1.2.3"
@@ -122,8 +122,7 @@ class ScienceWorld:
         Raises:
             ValueError: There is no such split.
         """
-        if split not in SPLITS:
-            raise ValueError(f"there is no split {split!r}; ScienceWorld has {', '.join(SPLITS)}")
+        check_split(split, SPLITS, "ScienceWorld")
         at = SPLITS.index(split)
         return [
             f"{name}/{variation}"

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from race_jax.envs.base import Call, EnvironmentFault, Step
+from race_jax.envs.base import Call, EnvironmentFault, Step, check_split
 from race_jax.envs.search_index import read_rows
 from race_jax.envs.service import Service
 from race_jax.rewards import exact_match, f1, set_f1
@@ -213,8 +213,7 @@ class DeepSearch:
         return "\n".join(_cut(_shown(n, text), share) for n, text in enumerate(texts, 1))
 
     def _questions(self, split: str) -> dict[str, Question]:
-        if split not in SPLITS:
-            raise ValueError(f"there is no split {split!r}; DeepSearch has {', '.join(SPLITS)}")
+        check_split(split, SPLITS, "DeepSearch")
         if split not in self._splits:
             self._splits[split] = _read_questions(self._files(split))
         return self._splits[split]

@@ -7,11 +7,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import bm25s
-import numpy as np
-import Stemmer
-
 from race_jax import jsonl
+from race_jax.envs.bm25 import BM25Index
 
 SAMPLE = str(resources.files("race_jax.envs").joinpath("search_corpus.jsonl"))
 """A corpus of 30 documents on an invented country, for tests and first steps."""
@@ -82,7 +79,7 @@ def load_corpus(path: str | Path) -> list[Document]:
 
 
 class SearchIndex:
-    """BM25 over documents (k1 0.9, b 0.4, Lucene's formula, English stop words, Porter stems).
+    """A corpus and its ranking.
 
     Args:
         documents: The corpus, at least one; of equal scores the earlier document comes first.
@@ -90,33 +87,8 @@ class SearchIndex:
 
     def __init__(self, documents: Sequence[Document]):
         self.documents = tuple(documents)
-        self._index = bm25s.BM25(k1=0.9, b=0.4, method="lucene")
-        self._index.index(
-            self._words([document.contents for document in self.documents]), show_progress=False
-        )
+        self._index = BM25Index([document.contents for document in self.documents])
 
     def search(self, query: str, topk: int) -> list[Hit]:
         """The documents that share a word with `query`, best first, at most `topk`."""
-        words = self._words([query])[0]
-        if not words:
-            return []
-        scores = np.asarray(self._index.get_scores(words))
-        found = np.flatnonzero(scores > 0)
-        if len(found) > topk:
-            # All that tie with the last one stay in, so that the order among them is settled below.
-            least = np.partition(scores[found], -topk)[-topk]
-            found = found[scores[found] >= least]
-        best = found[np.argsort(-scores[found], kind="stable")][:topk]
-        return [Hit(self.documents[i], float(scores[i])) for i in best]
-
-    def _words(self, texts: list[str]) -> list[list[str]]:
-        # A stemmer is not to be shared between threads.
-        words = bm25s.tokenize(
-            texts,
-            token_pattern=r"(?u)\b\w+\b",
-            stopwords="en",
-            stemmer=Stemmer.Stemmer("porter").stemWords,
-            return_ids=False,
-            show_progress=False,
-        )
-        return [[str(word) for word in text] for text in words]
+        return [Hit(self.documents[i], score) for i, score in self._index.best(query, topk)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from race_jax.envs import webshop_pages as pages
-from race_jax.envs.base import Call, Step
+from race_jax.envs.base import Call, Step, check_split
 from race_jax.envs.webshop_catalogue import Product, load_products
 from race_jax.envs.webshop_goals import Goal, GoalKind, build_goals
 from race_jax.envs.webshop_reward import Nouns, Score, score, spacy_nouns, title_words
@@ -224,10 +224,7 @@ class WebShop:
         Raises:
             ValueError: There is no such split.
         """
-        if split not in self.world.splits:
-            raise ValueError(
-                f"there is no split {split!r}; webshop has {', '.join(self.world.splits)}"
-            )
+        check_split(split, self.world.splits, "webshop")
         return [str(number) for number in self.world.splits[split]]
 
     def reset(self, task: str) -> str:
