@@ -78,6 +78,16 @@ def lines(path: str | Path, max_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[i
             yield number, None
 
 
+def first_object(path: str | Path) -> dict[str, Any]:
+    """The first line that is not blank, if the file is there and it is an object; else {}."""
+    first = (line for _, line in lines(path) if line is None or line.strip())
+    try:
+        value = loads(next(first, None) or b"").value if Path(path).is_file() else None
+    except JsonError:
+        value = None
+    return value if isinstance(value, dict) else {}
+
+
 def loads(text: bytes | str) -> Parsed:
     """Parse JSON strictly enough that what is read can be written again.
 

@@ -181,15 +181,8 @@ def is_metrics(path: str | os.PathLike[str]) -> bool:
     Raises:
         OSError: It cannot be read.
     """
-    if not Path(path).is_file():
-        return False
-    for _, line in jsonl.lines(Path(path)):
-        try:
-            record = jsonl.loads(line or b"").value
-        except ValueError:
-            return False
-        return isinstance(record, dict) and "step" in record and any(n in NAMES for n in record)
-    return False
+    record = jsonl.first_object(Path(path))
+    return "step" in record and any(name in NAMES for name in record)
 
 
 def read_metrics(path: str | os.PathLike[str]) -> dict[str, Curve]:

@@ -76,6 +76,20 @@ def _facts(records: Sequence[Record], key: str) -> str:
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
 
+def page_environment() -> jinja2.Environment:
+    """Where the pages' templates lie, and how text gets into them: visible and escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=visible,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters.update(number=number, percent=percent)
+    return environment
+
+
 def page_hash(text: str) -> str:
     """What the page's security policy calls this style or script."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
@@ -109,15 +123,7 @@ def render_page(
         groups.setdefault(record["id"], {})[place[float(record["epsilon"])]] = record
     # The page opens at the smallest threshold that removed something.
     chosen = next((i for i, r in enumerate(rows) if r.reasoning_after < r.reasoning_before), 0)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        finalize=visible,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters.update(number=number, percent=percent)
+    environment = page_environment()
     style = environment.get_template("report.css.jinja").render(count=len(rows))
     script = environment.get_template("report.js.jinja").render()
     shown = list(groups.values())[:max_trajectories]

@@ -9,16 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from race_jax import jsonl
-from race_jax.report_page import page_hash
+from race_jax.report_page import page_environment, page_hash
 from race_jax.report_view import (
     block,
     message_text,
-    number,
-    percent,
     split_messages,
     view_message,
     visible,
@@ -40,18 +37,8 @@ def is_rollouts(path: str | os.PathLike[str]) -> bool:
     Raises:
         OSError: It cannot be read.
     """
-    if not Path(path).is_file():
-        return False
-    for _, line in jsonl.lines(Path(path)):
-        if line is not None and not line.strip():
-            continue
-        try:
-            record = json.loads(line or b"")
-        except (ValueError, RecursionError):
-            return False
-        notes = record.get(KEY) if isinstance(record, dict) else None
-        return isinstance(notes, dict) and "stop" in notes
-    return False
+    notes = jsonl.first_object(Path(path)).get(KEY)
+    return isinstance(notes, dict) and "stop" in notes
 
 
 def _sampled(turn: TokenTurn) -> tuple[int, ...]:
@@ -181,15 +168,7 @@ def write_rollouts(
     words = _Words(decode) if decode else None
     views = [view_rollout(n, r, words) for n, r in enumerate(rollouts[:max_trajectories])]
     totals = measure(rollouts, source)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        finalize=visible,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters.update(number=number, percent=percent)
+    environment = page_environment()
     style = environment.get_template("report.css.jinja").render(count=0)
     style += environment.get_template("report_rollouts.css.jinja").render()
     script = environment.get_template("report_rollouts.js.jinja").render()

@@ -23,8 +23,6 @@ from race_jax.rollout.measures import measures_table, stops_line
 from race_jax.rollout.results import read_rollouts
 from race_jax.tokenizer import load_tokenizer
 
-TITLE = "LoGiC report"
-
 SHOWN_FAULTS = 20
 """How many skipped lines the console names; the page lists more."""
 
@@ -32,7 +30,7 @@ SHOWN_FAULTS = 20
 def report(
     file: str,
     out: str = "report.html",
-    title: str = TITLE,
+    title: str | None = None,
     max_trajectories: int = MAX_TRAJECTORIES,
     plot: str | None = None,
     tokenizer: str | None = None,
@@ -44,7 +42,7 @@ def report(
             a run. Of metrics, the curves are drawn, into `plot`; the settings of the page are of
             no effect.
         out: The HTML page to write.
-        title: Heading of the page.
+        title: Heading of the page; by default the kind of what it shows.
         max_trajectories: How many transcripts the page holds; totals always cover all.
         plot: A PNG to write: skip share and tokens saved against the threshold, or a run's curves
             (by default beside the metrics). Of no effect with rollouts.
@@ -69,7 +67,7 @@ def report(
     write_report(
         records,
         out,
-        title=title,
+        title=title or "LoGiC report",
         source=Path(file).name,
         faults=faults,
         max_trajectories=max_trajectories,
@@ -90,14 +88,14 @@ def report(
     return 1 if faults else 0
 
 
-def _rollouts(file: str, out: str, title: str, most: int, tokenizer: str | None) -> int:
+def _rollouts(file: str, out: str, title: str | None, most: int, tokenizer: str | None) -> int:
     """Write the page of rollouts, and tell what they come to."""
     codec = load_tokenizer(tokenizer) if tokenizer is not None else None
     rollouts = list(read_rollouts(file))
     row = write_rollouts(
         rollouts,
         out,
-        title="Rollouts" if title == TITLE else title,
+        title=title or "Rollouts",
         source=Path(file).name,
         decode=(lambda token: str(codec.decode([token]))) if codec is not None else None,
         max_trajectories=most,
