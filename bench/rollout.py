@@ -91,6 +91,12 @@ def ours(sampler: LocalSampler, job: Job) -> None:
                 sampler.forget(str(n))
 
 
+def drawing(count: int) -> dict[str, int | bool]:
+    """What `generate` needs to draw exactly `count` tokens from the full distribution."""
+    fixed = {"max_new_tokens": count, "min_new_tokens": count}
+    return {"do_sample": True, "top_k": 0, "pad_token_id": 0, **fixed}
+
+
 @torch.inference_mode()
 def batched(model, job: Job) -> None:
     """`generate` turn by turn on all conversations, padded on the left."""
@@ -106,11 +112,7 @@ def batched(model, job: Job) -> None:
         out = model.generate(
             tokens,
             attention_mask=mask,
-            do_sample=True,
-            top_k=0,
-            max_new_tokens=most,
-            min_new_tokens=most,
-            pad_token_id=0,
+            **drawing(most),
         )
         drawn = out[:, width:].tolist()
         ids = [x + tuple(drawn[n][: job.new[turn, n]]) for n, x in enumerate(ids)]
@@ -127,11 +129,7 @@ def one_by_one(model, job: Job) -> None:
             out = model.generate(
                 torch.tensor([ids]),
                 past_key_values=cache,
-                do_sample=True,
-                top_k=0,
-                max_new_tokens=most,
-                min_new_tokens=most,
-                pad_token_id=0,
+                **drawing(most),
             )
             ids = tuple(out[0].tolist())
 

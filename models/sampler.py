@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from race_jax.logprobs import float32_head
 from race_jax.prefixes import common_length
 from race_jax.rollout.protocol import Completion, Request
 from race_jax.sampling import Rule, draw, uniforms
@@ -239,7 +240,7 @@ class LocalSampler:
         self._write = jax.jit(model.write_rows, donate_argnums=(0,))
         self._read_states = jax.jit(model.read_states)
         self._write_states = jax.jit(model.write_states, donate_argnums=(0,))
-        self._params, self._head, self._cache = params, self._float32_head(params), None
+        self._params, self._head, self._cache = params, float32_head(self.model, params), None
 
     @property
     def context_length(self) -> int:
@@ -257,7 +258,7 @@ class LocalSampler:
                 f"{len(open_)} requests are open, {open_[0]!r} among them: poll or forget them all "
                 "before the parameters change"
             )
-        self._params, self._head = params, self._float32_head(params)
+        self._params, self._head = params, float32_head(self.model, params)
         self._chats.clear()
 
     def submit(self, request: Request) -> None:
@@ -318,9 +319,6 @@ class LocalSampler:
         self._waiting.clear()
         self._settled.clear()
         self._cache = None
-
-    def _float32_head(self, params: Params) -> jax.Array:
-        return jax.jit(lambda params: self.model.head(params).astype(jnp.float32))(params)
 
     def _seat(self) -> None:
         """Give slots to waiting requests, in their order; those that find none go on waiting."""

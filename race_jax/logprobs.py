@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from race_jax.sharding import TABLE, ambient_mesh, spec_for
+from race_jax.types import LanguageModel, Params
 
 CHUNK = 256
 
@@ -55,6 +56,11 @@ def _chunk_logprobs(
 def _pad_rows(hidden: jax.Array, targets: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
     extra = -len(targets) % chunk
     return jnp.pad(hidden, ((0, extra), (0, 0))), jnp.pad(targets, (0, extra))
+
+
+def float32_head(model: LanguageModel, params: Params) -> jax.Array:
+    """The head [V, D] in float32; make it again whenever the parameters change."""
+    return model.head(params).astype(jnp.float32)
 
 
 def token_logprobs(

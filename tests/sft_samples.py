@@ -3,10 +3,9 @@
 import dataclasses
 import json
 
-from race_jax.envs.potion_text import words
+from checkpoint_samples import save_tiny
+
 from race_jax.envs.potions import PotionShopConfig, oracle_trajectory
-from race_jax.envs.word_tokenizer import word_tokenizer
-from race_jax.models import ModelConfig, init_model, save_model
 from race_jax.sft_data import SftDataConfig
 from race_jax.train.optimizer import OptimizerConfig
 from race_jax.train.sft_setup import SftConfig
@@ -18,22 +17,8 @@ WORLD = PotionShopConfig(4, orders=1)
 
 def make_checkpoint(folder, seed=0, **changes):
     """A random Qwen3 of one layer with the world's tokenizer."""
-    tokenizer = word_tokenizer(words(WORLD.size))
-    config = {
-        "model_type": "qwen3",
-        "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 1024,
-        **changes,
-    }
-    save_model(init_model(ModelConfig.from_hf(config), seed), folder)
-    tokenizer.save_pretrained(folder)
+    changes = {"num_key_value_heads": 2, **changes}
+    save_tiny(folder, WORLD.size, seed, **changes)
     template = {"chat_template": "{{ messages }}"}
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": True}))
     (folder / "chat_template.jinja").write_text(template["chat_template"])

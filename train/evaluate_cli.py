@@ -17,13 +17,12 @@ from race_jax.envs.factory import EnvironmentConfig
 from race_jax.families import family_of
 from race_jax.report_view import visible
 from race_jax.rollout.agents import AgentConfig
-from race_jax.rollout.hosts import Host, LocalHost
 from race_jax.rollout.jobs import Job
 from race_jax.rollout.limits import RolloutConfig
 from race_jax.rollout.loop import RunFailed, Runner
 from race_jax.rollout.measures import by_kind, measure, measures_table, plot_measures, stops_line
 from race_jax.rollout.results import Rollout, RolloutFile, read_rollouts
-from race_jax.rollout.workers import WorkerHost
+from race_jax.rollout.workers import make_host
 from race_jax.tokenizer import load_tokenizer
 from race_jax.train.interrupt import stop_requests
 from race_jax.train.progress import Meter
@@ -191,24 +190,6 @@ def spread(tasks: Sequence[str], count: int | None) -> list[str]:
     if count is None or count >= len(tasks):
         return list(tasks)
     return [tasks[n * len(tasks) // count] for n in range(count)]
-
-
-def make_host(config: EnvironmentConfig, step_timeout: float, capacity: int) -> Host:
-    """What runs the environment: worker processes, or this one.
-
-    Args:
-        config: The environment.
-        step_timeout: Seconds for a step, in a worker.
-        capacity: Most episodes at once, in this process.
-    """
-    if not config.processes:
-        return LocalHost(config.maker(), capacity)
-    return WorkerHost(
-        config.maker(),
-        config.processes,
-        step_timeout=step_timeout,
-        restart_after=config.restart_after,
-    )
 
 
 def _beside(out: str, what: str) -> Path:

@@ -39,12 +39,12 @@ from race_jax.rollout.limits import request_seed
 from race_jax.rollout.loop import RunFailed, Runner
 from race_jax.rollout.measures import measure, stops_line
 from race_jax.rollout.results import Group, Rollout, RolloutFile, gather, read_rollouts
+from race_jax.rollout.workers import make_host
 from race_jax.sharding import use_mesh
-from race_jax.train.evaluate_cli import make_host
 from race_jax.train.interrupt import stop_requests
 from race_jax.train.rl_config import RlConfig
 from race_jax.train.rl_setup import Run, prepare, settings_of_step
-from race_jax.train.sft_setup import peak_memory
+from race_jax.train.runtime import peak_memory
 from race_jax.train.state import TrainState
 from race_jax.train.step import places_in
 
@@ -252,7 +252,7 @@ class Loop:
         closure = run.closure_at(step - 1)
         batch, stats = make_batch(
             items,
-            place=run.place,
+            place=run.decision,
             length=config.row_length,
             rows=config.rows,
             closure=closure,
@@ -261,7 +261,7 @@ class Loop:
         )
         parts = len(batch["tokens"]) // config.rows
         places = places_in(batch["loss_mask"], config.row_length, 4)
-        arrays = dict(run.put(batch))
+        arrays = dict(run.place(batch))
         mismatch: Any = None
         if config.loss.old_logprobs == "recomputed":
             sampler = arrays["old_logprobs"]

@@ -4,37 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from race_jax import jsonl
 from race_jax.chat import renderer_for
-from race_jax.checkpoint import Checkpoints, check_settings
+from race_jax.checkpoint import Checkpoints
 from race_jax.families import family_of
 from race_jax.logic.engine import Engine
 from race_jax.metrics import check_trackers
-from race_jax.models import load_config, load_model, make_model
+from race_jax.models import load_config, make_model
 from race_jax.models.sampler import LocalSampler
 from race_jax.packing import decision_place
 from race_jax.rl_loss import actor_loss, actor_measures
-from race_jax.sharding import make_mesh, sharding_for
+from race_jax.sharding import sharding_for
 from race_jax.tokenizer import load_tokenizer
-from race_jax.train.distributed import to_mesh
 from race_jax.train.optimizer import compute_params, make_optimizer, matrices, schedule
 from race_jax.train.rl_config import FREE, RlConfig
+from race_jax.train.runs import TrainingRun
 from race_jax.train.runtime import enable_compilation_cache, model_fingerprint
-from race_jax.train.state import Trainee, TrainState, abstract_state, fresh_state
+from race_jax.train.state import Trainee, TrainState
 from race_jax.train.step import Arrays, batch_logprobs, make_step, split_batch
 from race_jax.types import Params
 
 
-class Run:
+class Run(TrainingRun):
     """A prepared run: what the loop steps through, and where its arrays lie."""
 
     def __init__(self, config: RlConfig):
@@ -46,14 +42,14 @@ class Run:
         """
         if jax.process_count() > 1:
             raise ValueError("race-jax rl runs in one process; start it once, on one host.")
-        self.config, self.folder = config, Path(config.out)
-        self.mesh, self.rules = make_mesh(**config.mesh.sizes()), config.mesh.rules()
+        super().__init__(config.model, config.out, config.mesh, config.compute, config.seed)
+        self.config = config
         shape = load_config(config.model)
         tokenizer = load_tokenizer(config.model)
         self.renderer = renderer_for(
             tokenizer, family_of(shape.model_type), skip_form=config.skip_form
         )
-        self.place = decision_place(self.renderer)
+        self.decision = decision_place(self.renderer)
         self.known = min(len(tokenizer), shape.vocab_size)
         if config.row_length > shape.context_length:
             raise ValueError(
@@ -76,7 +72,6 @@ class Run:
         updates = config.steps * config.epochs
         self.schedule = schedule(config.optimizer, updates)
         self.rule = make_optimizer(config.optimizer, updates, self.trainee.decayed)
-        self.frozen: Params = {}
         self._policies: dict[str, Callable[..., Params]] = {}
         self.step_of = functools.cache(self._make_step)
         self.scorer_of = functools.cache(self._make_scorer)
@@ -88,20 +83,7 @@ class Run:
             ValueError: The checkpoint is of a run with other settings.
         """
         config = self.config
-        like = abstract_state(self.trainee, self.rule, self.mesh)
-        last = checkpoints.latest
-        if last is not None:
-            notes = checkpoints.notes(last)
-            check_settings(notes["settings"], self.settings, str(checkpoints.folder), free=FREE)
-        with jsonl.replacing(self.folder / "settings.json") as file:
-            file.write(json.dumps(self.settings, indent=1).encode())
-        if config.lora.rank:
-            self.frozen = self._load(config.compute.dtype)
-        if last is None:
-            params = self.frozen or self._load("float32")
-            state = fresh_state(self.trainee, self.rule, like, params, config.seed)
-        else:
-            state = checkpoints.restore(last, like)
+        state, _ = self.begin(checkpoints, FREE)
         length = min(config.rollout.max_tokens, self.model.context_length)
         self.sampler = LocalSampler(
             self.model,
@@ -131,10 +113,6 @@ class Run:
 
             self._policies[dtype] = jax.jit(make)
         return self._policies[dtype](state.trained, self.frozen)
-
-    def put(self, batch: Mapping[str, np.ndarray]) -> Arrays:
-        """A batch as arrays over the mesh."""
-        return to_mesh(batch, self.mesh)
 
     def closure_at(self, step: int) -> float:
         """The closure loss's weight at a step, from 0."""
@@ -180,12 +158,6 @@ class Run:
             return scored.swapaxes(0, 1).reshape(batch["tokens"].shape)
 
         return jax.jit(score, static_argnames="places")
-
-    def _load(self, dtype: str) -> Params:
-        def where(axes: tuple[str, ...]) -> jax.sharding.Sharding:
-            return sharding_for(axes, self.mesh)
-
-        return load_model(self.config.model, dtype, shardings=where).params
 
 
 def prepare(config: RlConfig) -> Run:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
+import sys
 from pathlib import Path
 
 import jax
@@ -48,3 +50,12 @@ def model_fingerprint(path: str) -> str:
             stream.seek(max(size - EDGE, 0))
             digest.update(stream.read(EDGE))
     return digest.hexdigest()[:12]
+
+
+def peak_memory() -> int:
+    """Most bytes held so far: of the first device where it tells, else of the process."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return int(stats["peak_bytes_in_use"])
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -23,7 +23,8 @@ from race_jax.train.distributed import largest_of_all, start
 from race_jax.train.evaluate import close_table, evaluate, shown
 from race_jax.train.interrupt import stop_requests
 from race_jax.train.progress import Meter
-from race_jax.train.sft_setup import Run, SftConfig, peak_memory, prepare
+from race_jax.train.runtime import peak_memory
+from race_jax.train.sft_setup import Run, SftConfig, prepare
 from race_jax.train.state import TrainState
 from race_jax.train.step import places_in
 

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import resource
-import sys
-from collections.abc import Mapping
-from pathlib import Path
 
-import jax
-import numpy as np
 from rich.console import Console
 
-from race_jax import jsonl
 from race_jax.chat import renderer_for
-from race_jax.checkpoint import Checkpoints, check_settings
+from race_jax.checkpoint import Checkpoints
 from race_jax.families import family_of
 from race_jax.metrics import check_trackers
-from race_jax.models import load_config, load_model, make_model
+from race_jax.models import load_config, make_model
 from race_jax.packing import closing_id
 from race_jax.sft_data import SftDataConfig, build_pipeline
-from race_jax.sharding import make_mesh, sharding_for
+from race_jax.sharding import sharding_for
 from race_jax.tokenizer import load_tokenizer
-from race_jax.train.distributed import DistributedConfig, MeshConfig, row_share, to_mesh
+from race_jax.train.distributed import DistributedConfig, MeshConfig, row_share
 from race_jax.train.evaluate import make_evaluation
 from race_jax.train.optimizer import (
     LoraConfig,
@@ -31,10 +23,10 @@ from race_jax.train.optimizer import (
     make_optimizer,
     schedule,
 )
+from race_jax.train.runs import TrainingRun
 from race_jax.train.runtime import enable_compilation_cache, model_fingerprint
-from race_jax.train.state import Trainee, TrainState, abstract_state, fresh_state
-from race_jax.train.step import Arrays, ComputeConfig, make_step, sft_loss
-from race_jax.types import Params
+from race_jax.train.state import Trainee, TrainState
+from race_jax.train.step import ComputeConfig, make_step, sft_loss
 
 FREE = (
     *("out", "model", "data.path", "data.cache", "mesh", "log_every", "eval_every", "eval_batches"),
@@ -101,7 +93,7 @@ class SftConfig:
             raise ValueError(f"seed is {self.seed}; it must be from 0 to 2**32 - 1.")
 
 
-class Run:
+class Run(TrainingRun):
     """A prepared run: what the loop steps through, and where its arrays lie."""
 
     def __init__(self, config: SftConfig, console: Console):
@@ -111,8 +103,8 @@ class Run:
             ValueError: Something does not fit; nothing has been written then.
             FileNotFoundError: A folder or file is missing.
         """
-        self.config, self.folder = config, Path(config.out)
-        self.mesh, self.rules = make_mesh(**config.mesh.sizes()), config.mesh.rules()
+        super().__init__(config.model, config.out, config.mesh, config.compute, config.seed)
+        self.config = config
         shape = load_config(config.model)
         self.renderer = renderer_for(
             load_tokenizer(config.model), family_of(shape.model_type), skip_form="close"
@@ -144,13 +136,8 @@ class Run:
         self.trainee = Trainee(self.model, {}, config.lora)
         self.schedule = schedule(config.optimizer, config.steps)
         self.rule = make_optimizer(config.optimizer, config.steps, self.trainee.decayed)
-        self.frozen: Params = {}
         self.step = make_step(self.trainee, self.rule, sft_loss, config.compute)
         self.evaluation = make_evaluation(self.trainee, config.compute, closing_id(self.renderer))
-
-    def place(self, batch: Mapping[str, np.ndarray]) -> Arrays:
-        """This process's rows of a batch as arrays over the mesh."""
-        return to_mesh(batch, self.mesh)
 
     def start(self, checkpoints: Checkpoints) -> TrainState:
         """The state to go on from: the last checkpoint's, or a fresh one.
@@ -158,27 +145,10 @@ class Run:
         Raises:
             ValueError: The checkpoint is of a run with other settings.
         """
-        like = abstract_state(self.trainee, self.rule, self.mesh)
-        last = checkpoints.latest
-        notes = {} if last is None else checkpoints.notes(last)
+        state, notes = self.begin(checkpoints, FREE)
         if notes:
-            check_settings(notes["settings"], self.settings, str(checkpoints.folder), free=FREE)
-        if jax.process_index() == 0:
-            with jsonl.replacing(self.folder / "settings.json") as file:
-                file.write(json.dumps(self.settings, indent=1).encode())
-        if self.config.lora.rank:
-            self.frozen = self._load(self.config.compute.dtype)
-        if last is None:
-            params = self.frozen or self._load("float32")
-            return fresh_state(self.trainee, self.rule, like, params, self.config.seed)
-        self.data.set_state(notes["data"])
-        return checkpoints.restore(last, like)
-
-    def _load(self, dtype: str) -> Params:
-        def where(axes: tuple[str, ...]) -> jax.sharding.Sharding:
-            return sharding_for(axes, self.mesh)
-
-        return load_model(self.config.model, dtype, shardings=where).params
+            self.data.set_state(notes["data"])
+        return state
 
 
 def prepare(config: SftConfig, console: Console) -> Run:
@@ -188,12 +158,3 @@ def prepare(config: SftConfig, console: Console) -> Run:
     run = Run(config, console)
     run.folder.mkdir(parents=True, exist_ok=True)
     return run
-
-
-def peak_memory() -> int:
-    """Most bytes held so far: of the first device where it tells, else of the process."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "peak_bytes_in_use" in stats:
-        return int(stats["peak_bytes_in_use"])
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -29,9 +29,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from race_jax.logic.cover import Cover, check_epsilons, find_fault, first_forwarded, most_scored
-from race_jax.logic.scoring import float32_head, score_rows
+from race_jax.logic.scoring import score_rows
 from race_jax.logic.search import Outcome, Search
 from race_jax.logic.seats import Batch, Seat, plan
+from race_jax.logprobs import float32_head
 from race_jax.prefixes import common_length
 from race_jax.types import LanguageModel, Params, TokenTrajectory
 

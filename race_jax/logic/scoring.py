@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from race_jax.logprobs import leading_token_logprobs
+from race_jax.logprobs import float32_head, leading_token_logprobs
 from race_jax.types import Assembled, Cache, LanguageModel, Params
 
 
@@ -93,11 +93,6 @@ def score_rows(
     hidden, cache = model.extend(params, cache, tokens, slots, starts, counts)
     states = hidden.reshape(-1, hidden.shape[-1])[places]
     return leading_token_logprobs(states, head, targets, count), cache
-
-
-def float32_head(model: LanguageModel, params: Params) -> jax.Array:
-    """The head [V, D] in float32; make it again whenever the parameters change."""
-    return model.head(params).astype(jnp.float32)
 
 
 class Scorer:

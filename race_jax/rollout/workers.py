@@ -15,7 +15,8 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from race_jax.envs.base import Call, Environment
-from race_jax.rollout.hosts import Fault, Reply, opening_of, step_of
+from race_jax.envs.factory import EnvironmentConfig
+from race_jax.rollout.hosts import Fault, Host, LocalHost, Reply, opening_of, step_of
 
 START_TIMEOUT = 120.0
 """Seconds that a process may take to start and to build its environment."""
@@ -262,3 +263,21 @@ def _end_group(env: Environment | None = None) -> None:
     if hasattr(os, "killpg"):
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(1)
+
+
+def make_host(config: EnvironmentConfig, step_timeout: float, capacity: int) -> Host:
+    """What runs the environment: worker processes, or this one.
+
+    Args:
+        config: The environment.
+        step_timeout: Seconds for a step, in a worker.
+        capacity: Most episodes at once, in this process.
+    """
+    if not config.processes:
+        return LocalHost(config.maker(), capacity)
+    return WorkerHost(
+        config.maker(),
+        config.processes,
+        step_timeout=step_timeout,
+        restart_after=config.restart_after,
+    )

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from checkpoint_samples import save_tiny
 from env_servers import free_port, serving
 from rollout_samples import potion_oracle, word_renderer
 
 from race_jax.chat import renderer_for
 from race_jax.envs.factory import EnvironmentConfig, make_environment
-from race_jax.envs.potion_text import words
 from race_jax.envs.potions import PotionShop
 from race_jax.envs.word_tokenizer import word_tokenizer
-from race_jax.models import ModelConfig, init_model, save_model
 from race_jax.rollout.agents import AgentConfig
 from race_jax.rollout.protocol import Request
 from race_jax.rollout.results import read_rollouts
@@ -33,27 +32,7 @@ from race_jax.trajectories import read
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     """A tiny checkpoint with random weights, in the ordinary format."""
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = word_tokenizer(words(5))
-    config = ModelConfig.from_hf(
-        {
-            "model_type": "qwen3",
-            "vocab_size": len(tokenizer),
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 1024,
-            "rope_theta": 10000.0,
-            "tie_word_embeddings": True,
-        }
-    )
-    save_model(init_model(config, 0), path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def settings(tmp_path, model_dir, name="out", **changes):

@@ -8,6 +8,7 @@ import re
 
 import numpy as np
 import pytest
+from checkpoint_samples import save_tiny, tiny_config
 
 from race_jax.chat import renderer_for
 from race_jax.envs.potion_text import words
@@ -16,7 +17,7 @@ from race_jax.envs.word_tokenizer import word_tokenizer
 from race_jax.logic.cover import find_cover
 from race_jax.logic.engine import Engine
 from race_jax.logic.scoring import Scorer
-from race_jax.models import ModelConfig, init_model, load_model, save_model
+from race_jax.models import init_model, load_model, save_model
 from race_jax.tokenizer import load_tokenizer
 from race_jax.train.cli import main
 from race_jax.train.logic_cli import group_by_length, parse_epsilons
@@ -31,33 +32,9 @@ KEYS = [
 FAST = ["--slots", "2", "--rows", "4"]
 
 
-def tiny_config(vocab, **changes):
-    return ModelConfig.from_hf(
-        {
-            "model_type": "qwen3",
-            "vocab_size": vocab,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 1024,
-            "rope_theta": 10000.0,
-            "tie_word_embeddings": True,
-            **changes,
-        }
-    )
-
-
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = word_tokenizer(words(PotionShopConfig().size))
-    save_model(init_model(tiny_config(len(tokenizer)), 0), path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")

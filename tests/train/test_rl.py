@@ -25,6 +25,7 @@ from race_jax.train.optimizer import OptimizerConfig
 from race_jax.train.rl import rl, update_numbers
 from race_jax.train.rl_config import CoverConfig, PolicyLossConfig, RlConfig
 from race_jax.train.samplers import SamplerConfig
+from race_jax.train.state import abstract_state
 from race_jax.train.step import ComputeConfig
 
 QUIET = Console(quiet=True)
@@ -74,7 +75,7 @@ def state_of(config):
     with Checkpoints(f"{config.out}/checkpoints", read_only=True) as checkpoints:
         assert checkpoints.latest is not None
         run = rl_setup.Run(config)
-        like = rl_setup.abstract_state(run.trainee, run.rule, run.mesh)
+        like = abstract_state(run.trainee, run.rule, run.mesh)
         return jax.tree.map(np.asarray, checkpoints.restore(checkpoints.latest, like))
 
 
