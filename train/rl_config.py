@@ -110,8 +110,8 @@ def _gentle() -> OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RlConfig:
-    """One run of RL. Everything that decides its result stands here.
+class PolicyRunConfig:
+    """What every run that trains a policy on its own episodes is told.
 
     Attributes:
         model: Folder of the Hugging Face checkpoint to start from, with its tokenizer.
@@ -120,7 +120,6 @@ class RlConfig:
         env: The environment.
         split: Its tasks.
         prompts: Tasks of a step.
-        group: Trajectories of each task, at least 2.
         epochs: Updates on each batch, all with the same old log-probabilities.
         rollout: Limits and sampling of episodes.
         sampler: Where turns are sampled; `local` only, since it must follow the policy.
@@ -146,7 +145,6 @@ class RlConfig:
     env: EnvironmentConfig = dataclasses.field(default_factory=EnvironmentConfig)
     split: str = "train"
     prompts: int = 16
-    group: int = 8
     epochs: int = 1
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     sampler: SamplerConfig = dataclasses.field(default_factory=SamplerConfig)
@@ -169,11 +167,6 @@ class RlConfig:
         for name in ("steps", "prompts", "epochs", "rows", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        if self.group < 2:
-            raise ValueError(
-                f"group is {self.group}; an advantage compares trajectories of one task, so it "
-                "takes at least 2."
-            )
         if self.in_flight is not None and self.in_flight < 1:
             raise ValueError(f"in_flight is {self.in_flight}; it must be at least 1, or null.")
         if self.sampler.kind != "local":
@@ -198,3 +191,22 @@ class RlConfig:
     def row_length(self) -> int:
         """Tokens of a row."""
         return self.length or self.rollout.max_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class RlConfig(PolicyRunConfig):
+    """One run of RL. Everything that decides its result stands here and in `PolicyRunConfig`.
+
+    Attributes:
+        group: Trajectories of each task, at least 2.
+    """
+
+    group: int = 8
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.group < 2:
+            raise ValueError(
+                f"group is {self.group}; an advantage compares trajectories of one task, so it "
+                "takes at least 2."
+            )

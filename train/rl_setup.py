@@ -22,7 +22,7 @@ from race_jax.rl_loss import actor_loss, actor_measures
 from race_jax.sharding import sharding_for
 from race_jax.tokenizer import load_tokenizer
 from race_jax.train.optimizer import compute_params, make_optimizer, matrices, schedule
-from race_jax.train.rl_config import FREE, RlConfig
+from race_jax.train.rl_config import FREE, PolicyRunConfig
 from race_jax.train.runs import TrainingRun
 from race_jax.train.runtime import enable_compilation_cache, model_fingerprint
 from race_jax.train.state import Trainee, TrainState
@@ -33,7 +33,7 @@ from race_jax.types import Params
 class Run(TrainingRun):
     """A prepared run: what the loop steps through, and where its arrays lie."""
 
-    def __init__(self, config: RlConfig):
+    def __init__(self, config: PolicyRunConfig):
         """Read settings and tokenizer; weights come with `start`.
 
         Raises:
@@ -160,7 +160,7 @@ class Run(TrainingRun):
         return jax.jit(score, static_argnames="places")
 
 
-def prepare(config: RlConfig) -> Run:
+def prepare(config: PolicyRunConfig) -> Run:
     """Check and gather all that a run needs, before anything is written."""
     enable_compilation_cache()
     check_trackers(config.track)
@@ -176,7 +176,6 @@ def settings_of_step(run: Run, step: int, fingerprint: str) -> dict[str, Any]:
         "rollout": dataclasses.asdict(config.rollout),
         "env": dataclasses.asdict(config.env) | {"workers": None, "restart_after": None},
         "split": config.split,
-        "group": config.group,
         "prompts": config.prompts,
         "seed": config.seed,
         "skip_form": config.skip_form,

@@ -329,6 +329,7 @@ class Episode:
         tokens = None
         if self._turns:
             tokens = TokenTrajectory(self.job.id, self._prompt, tuple(self._turns))
+        fork = self.job.fork
         return Rollout(
             id=self.job.id,
             env=self.job.env,
@@ -342,6 +343,7 @@ class Episode:
             error=error,
             tokens=tokens,
             notes=tuple(self._notes),
+            fork=None if fork is None else (fork.sample, len(fork.completions)),
         )
 
 

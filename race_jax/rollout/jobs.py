@@ -7,16 +7,35 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from race_jax.envs.base import Call
-from race_jax.rollout.protocol import Request
+from race_jax.rollout.protocol import Completion, Request
 from race_jax.rollout.results import Rollout
 
 
+class Fork(NamedTuple):
+    """Where an episode leaves another of its task.
+
+    Attributes:
+        sample: The other one.
+        state: All ids before the first turn that differs.
+        completions: The turns before that, as they were sampled.
+    """
+
+    sample: int
+    state: tuple[int, ...]
+    completions: tuple[Completion, ...]
+
+
 class Job(NamedTuple):
-    """One episode to be run: sample `sample` (from 0) of a task."""
+    """One episode to be run: sample `sample` (from 0) of a task.
+
+    With a `fork`, its first turns are those of another sample. They are carried out again in the
+    environment, which must say the same, and nothing of them is sampled or forwarded again.
+    """
 
     env: str
     task: str
     sample: int
+    fork: Fork | None = None
 
     @property
     def id(self) -> str:

@@ -12,11 +12,19 @@ from race_jax.rollout.protocol import SamplingConfig
 from race_jax.trajectory_messages import short
 
 StopReason = Literal[
-    "done", "max_turns", "length", "invalid_calls", "env_error", "timeout", "sampler_error"
+    "done",
+    "max_turns",
+    "length",
+    "invalid_calls",
+    "env_error",
+    "timeout",
+    "sampler_error",
+    "diverged",
 ]
-"""Why an episode ended: the environment said so, a limit was reached, or something failed."""
+"""Why an episode ended: the environment said so, a limit was reached, or something failed; the last
+one means that an environment did not repeat what it had said under the same calls."""
 
-FAULTS = ("env_error", "timeout", "sampler_error")
+FAULTS = ("env_error", "timeout", "sampler_error", "diverged")
 """Stop reasons that are no doing of the policy's."""
 
 CallsPerTurn = Literal["one", "several"]

@@ -42,6 +42,8 @@ class Request:
         stop: Ids that end the completion; the one that did is part of it.
         seed: With the prompt and the sampling it determines the completion, whatever else runs.
         sampling: How tokens are drawn.
+        origin: A conversation that begins alike. A sampler that still has its cache may copy it as
+            far as the two agree, so that nothing of it is forwarded again.
     """
 
     conversation: str
@@ -50,6 +52,7 @@ class Request:
     stop: tuple[int, ...]
     seed: int
     sampling: SamplingConfig = SamplingConfig()
+    origin: str | None = None
 
     def __post_init__(self):
         if not self.prompt:

@@ -66,6 +66,8 @@ class Rollout:
         notes: One per turn.
         seconds: How long it took.
         parts: Further conversations of an agent that splits its task; their notes count too.
+        fork: Which sample of the task the first turns are from, and how many there are; None if
+            all are its own.
     """
 
     id: str
@@ -82,6 +84,7 @@ class Rollout:
     notes: tuple[TurnNote, ...]
     seconds: float = 0.0
     parts: tuple[Rollout, ...] = ()
+    fork: tuple[int, int] | None = None
 
     @property
     def all_notes(self) -> tuple[TurnNote, ...]:
@@ -111,6 +114,8 @@ class Rollout:
                 "turns": [note.record() for note in self.notes],
             }
         }
+        if self.fork is not None:
+            extra[KEY]["fork"] = list(self.fork)
         if self.parts:
             extra[KEY]["parts"] = [part.record(settings) for part in self.parts]
         return to_json(
@@ -166,6 +171,9 @@ class Rollout:
                 ),
                 seconds=notes.get("seconds", 0.0),
                 parts=tuple(cls.from_record(part) for part in notes.get("parts", ())),
+                fork=None
+                if notes.get("fork") is None
+                else (int(notes["fork"][0]), int(notes["fork"][1])),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"the rollout {name!r} cannot be read: {error!r}") from None

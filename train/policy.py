@@ -1,0 +1,352 @@
+"""What every training on a policy's own episodes shares: the loop, LoGiC, the update, the numbers.
+
+A step samples episodes with the current policy, judges them, and updates the policy. How episodes
+are sampled and judged is the method's own: `rl` compares trajectories of a task, `carl` branches of
+its tree. The loop is all here; what it is made of stands in `rl_setup`.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+
+from race_jax.checkpoint import Checkpoints
+from race_jax.envs.base import EnvironmentFault
+from race_jax.logic.engine import Failure
+from race_jax.losses import truncated_importance
+from race_jax.metrics import MetricWriter
+from race_jax.rl_data import Judged, RowStats, make_batch, task_order
+from race_jax.rollout.jobs import Job
+from race_jax.rollout.limits import request_seed
+from race_jax.rollout.loop import RunFailed, Runner
+from race_jax.rollout.measures import measure, stops_line
+from race_jax.rollout.results import Group, Rollout, RolloutFile, gather, read_rollouts
+from race_jax.rollout.workers import make_host
+from race_jax.sharding import use_mesh
+from race_jax.train.interrupt import stop_requests
+from race_jax.train.rl_config import PolicyRunConfig
+from race_jax.train.rl_setup import Run, prepare, settings_of_step
+from race_jax.train.runtime import peak_memory
+from race_jax.train.state import TrainState
+from race_jax.train.step import places_in
+
+Numbers = dict[str, float]
+
+
+def train_policy(
+    config: PolicyRunConfig,
+    make_loop: Callable[[Run, MetricWriter, Console, threading.Event], PolicyLoop],
+    *,
+    console: Console | None = None,
+    until: int | None = None,
+) -> int:
+    """A run of any kind of policy training; arguments beside `make_loop` and results as of `rl`."""
+    console = console or Console(highlight=False, soft_wrap=True, markup=False)
+    try:
+        run = prepare(config)
+    except EnvironmentFault as fault:
+        raise ValueError(f"environment {config.env.name!r}: {fault}") from None
+    code = 0
+    with (
+        use_mesh(run.mesh, run.rules),
+        Checkpoints(run.folder / "checkpoints", keep=config.keep) as checkpoints,
+        stop_requests() as stop,
+    ):
+        state = run.start(checkpoints)
+        first = int(state.step) // config.epochs
+        with (
+            MetricWriter(
+                run.folder, step=first or None, trackers=config.track, settings=run.settings
+            ) as writer,
+            make_loop(run, writer, console, stop) as loop,
+        ):
+            done = first
+            for step in range(first + 1, config.steps + 1):
+                try:
+                    advanced = loop.advance(step, state)
+                except RunFailed as failure:
+                    console.print(f"{failure}")
+                    advanced, code = None, 1
+                if advanced is None:
+                    break
+                state, done = advanced, step
+                stopped = stop.is_set() or step == until
+                if stopped or step % config.save_every == 0 or step == config.steps:
+                    checkpoints.save(step, state, {"settings": run.settings})
+                if stopped:
+                    break
+            if done:
+                checkpoints.save(done, state, {"settings": run.settings})
+            checkpoints.wait()
+    console.print(f"{run.folder}: {done} of {config.steps} steps done")
+    return code
+
+
+@dataclasses.dataclass
+class PolicyLoop(abc.ABC):
+    """One step after the other; a context manager that closes environments and sampler."""
+
+    run: Run
+    writer: MetricWriter
+    console: Console
+    stop: threading.Event
+
+    @property
+    @abc.abstractmethod
+    def samples(self) -> int:
+        """Episodes of each task in a step."""
+
+    @property
+    @abc.abstractmethod
+    def method(self) -> dict[str, Any]:
+        """The method's own settings that decide a step's episodes, ready for JSON."""
+
+    @abc.abstractmethod
+    def episodes(
+        self, runner: Runner, tasks: Sequence[str], done: Mapping[str, Rollout]
+    ) -> Iterator[Rollout]:
+        """Run a step's episodes.
+
+        Args:
+            runner: What runs them.
+            tasks: Names of the step's tasks.
+            done: Those that an earlier part of the run has finished, by name.
+
+        Yields:
+            Each that was not done as it is finished.
+        """
+
+    @abc.abstractmethod
+    def judge(self, groups: Sequence[Group], state: TrainState) -> tuple[Sequence[Judged], Numbers]:
+        """What the update needs to know of a step's episodes, and numbers on them.
+
+        Raises:
+            RunFailed: No episode can be used.
+        """
+
+    def __enter__(self) -> Self:
+        config = self.run.config
+        self.in_flight = config.in_flight or config.sampler.slots
+        self.host = make_host(config.env, config.rollout.step_timeout, self.in_flight)
+        (self.run.folder / "rollouts").mkdir(exist_ok=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.host.close()
+        self.run.sampler.close()
+
+    def advance(self, step: int, state: TrainState) -> TrainState | None:
+        """Step `step`, from 1; None if a signal cut its rollouts short, which are kept.
+
+        Raises:
+            RunFailed: The environment spoils everything, or no episode can be used.
+            FloatingPointError: Too many updates in a row were skipped.
+        """
+        began = time.monotonic()
+        groups = self._play(step, state)
+        if groups is None:
+            return None
+        played = time.monotonic()
+        items, numbers = self.judge(groups, state)
+        judged = time.monotonic()
+        state, told = self._update(step, state, items)
+        numbers |= told | {
+            "time/rollout": played - began,
+            "time/logic": judged - played,
+            "time/update": time.monotonic() - judged,
+            "memory/peak_bytes": peak_memory(),
+        }
+        self.writer.write(step, numbers)
+        self._show(step, numbers)
+        row = int(state.skipped_in_a_row)
+        if row >= self.run.config.optimizer.patience:
+            raise FloatingPointError(
+                f"{row} updates in a row, the last of them in step "
+                f"{step}, had a loss or gradient that is not finite, and were skipped. Lower "
+                "optimizer.lr, or look at the rollouts of these steps."
+            )
+        return state
+
+    def _play(self, step: int, state: TrainState) -> list[Group] | None:
+        """The step's episodes by the current policy, in groups in the order of the tasks."""
+        run, config = self.run, self.run.config
+        run.sampler.update(run.policy(state, config.sampler.dtype))
+        chosen = task_order(len(run.tasks), config.seed, step - 1, config.prompts)
+        names = [run.tasks[n] for n in chosen]
+        seed = request_seed(config.seed, "step", step, config.rollout.seed)
+        runner = Runner(
+            run.sampler,
+            run.renderer,
+            self.host,
+            dataclasses.replace(config.rollout, seed=seed),
+            in_flight=self.in_flight,
+        )
+        path = run.folder / "rollouts" / f"step_{step:06}.jsonl"
+        settings = settings_of_step(run, step, fingerprint(state)) | self.method
+        with open_rollouts(path, settings) as file:
+            earlier = {r.id: r for r in read_rollouts(path) if r.id in file.done}
+            for rollout in self.episodes(runner, names, earlier):
+                file.append(rollout)
+        # Read back in any case: a step that was cut short and one that was not see the same.
+        rollouts = {rollout.id: rollout for rollout in read_rollouts(path)}
+        if self.stop.is_set() and len(rollouts) < len(names) * self.samples:
+            return None
+        jobs = [Job(run.env_name, name, n) for name in names for n in range(self.samples)]
+        return list(gather((rollouts[job.id] for job in jobs if job.id in rollouts), self.samples))
+
+    def usable(self, groups: Sequence[Group]) -> tuple[list[tuple[int, Rollout]], Numbers]:
+        """Episodes to train on, each with its group's number; and what is told of all episodes.
+
+        Raises:
+            RunFailed: There is none.
+        """
+        everything = [rollout for group in groups for rollout in group.rollouts]
+        usable = [(n, rollout) for n, group in enumerate(groups) for rollout in group.usable]
+        found = measure(everything, "step")
+        if not usable:
+            raise RunFailed(f"no episode of the step can be trained on; {stops_line(found)}")
+        return usable, {
+            "rl/reward": found.reward,
+            "rl/success": found.success,
+            "rl/reasoning_tokens": found.reasoning_tokens,
+            "rl/skip_ratio": found.skip_ratio,
+            "rl/thinking_tokens": found.thinking_tokens,
+            "rl/turns": found.turns,
+            "rl/truncated": found.truncated,
+            "rl/unusable": len(everything) - len(usable),
+        }
+
+    def covers(
+        self, rollouts: Sequence[Rollout], state: TrainState
+    ) -> tuple[dict[str, tuple[int, ...]], Numbers]:
+        """S_i of the successful trajectories by name, and numbers on them."""
+        run, logic = self.run, self.run.config.logic
+        if not logic.enabled:
+            return {}, {"rl/cover_skips": 0.0, "rl/unscored": 0}
+        run.engine.update(run.policy(state, logic.dtype))
+        successes = [r.tokens for r in rollouts if r.success and r.tokens is not None]
+        covers, failed = {}, 0
+        for found in run.engine.run(successes, [logic.epsilon]):
+            if isinstance(found, Failure):
+                self.console.print(f"{found.id} was not scored: {found.reason}")
+                failed += 1
+            else:
+                covers[found[0].id] = found[0].removed
+        turns = sum(len(r.notes) for r in rollouts if r.success)
+        skips = sum(map(len, covers.values())) / max(turns, 1)
+        return covers, {"rl/cover_skips": skips, "rl/unscored": failed}
+
+    def rows(
+        self, items: Sequence[Judged], closure: float
+    ) -> tuple[dict[str, np.ndarray], RowStats]:
+        """The rows of an update."""
+        config = self.run.config
+        return make_batch(
+            items,
+            place=self.run.decision,
+            length=config.row_length,
+            rows=config.rows,
+            closure=closure,
+            masking=config.loss.masking,
+            reduction=config.loss.reduction,
+        )
+
+    def _update(
+        self, step: int, state: TrainState, items: Sequence[Judged]
+    ) -> tuple[TrainState, Numbers]:
+        """All updates on one batch, with the old log-probabilities fixed."""
+        run, config = self.run, self.run.config
+        closure = run.closure_at(step - 1)
+        batch, stats = self.rows(items, closure)
+        parts = len(batch["tokens"]) // config.rows
+        places = places_in(batch["loss_mask"], config.row_length, 4)
+        arrays = dict(run.place(batch))
+        mismatch: Any = None
+        if config.loss.old_logprobs == "recomputed":
+            sampler = arrays["old_logprobs"]
+            old = run.scorer_of(parts)(state.trained, run.frozen, arrays, places)
+            arrays["old_logprobs"] = jnp.where(arrays["completion"], old, 0)
+            gap = jnp.abs(arrays["old_logprobs"] - sampler)
+            mismatch = jnp.sum(jnp.where(arrays["completion"], gap, 0)) / stats.policy
+            if config.loss.importance_limit is not None:
+                arrays["importance"] = truncated_importance(
+                    arrays["old_logprobs"], sampler, limit=config.loss.importance_limit
+                )
+        told: Mapping[str, jax.Array] = {}
+        rate = 0.0
+        for _ in range(config.epochs):
+            rate = float(run.schedule(int(state.step) - int(state.skipped)))
+            state, told = run.step_of(parts)(state, run.frozen, arrays, places)
+            mismatch = told["gap"] / told["policy"] if mismatch is None else mismatch
+        numbers = update_numbers({k: float(v) for k, v in told.items()}, stats)
+        return state, numbers | {
+            "rl/mismatch": float(mismatch),
+            "rl/closure": closure,
+            "train/learning_rate": rate,
+        }
+
+    def _show(self, step: int, n: Mapping[str, float]) -> None:
+        times = [n[f"time/{name}"] for name in ("rollout", "logic", "update")]
+        shares = ", ".join(
+            f"{name} {100 * t / sum(times):.0f} %"
+            for name, t in zip(("rollout", "LoGiC", "update"), times, strict=True)
+        )
+        self.console.print(
+            f"step {step}/{self.run.config.steps}: success {n['rl/success']:.2f}, "
+            f"reasoning {n['rl/reasoning_tokens']:.0f}, skips {n['rl/skip_ratio']:.2f}, "
+            f"LoGiC removes {n['rl/cover_skips']:.2f}, loss {n['train/loss']:.4f}; "
+            f"{sum(times):.1f} s: {shares}"
+        )
+
+
+def update_numbers(told: Mapping[str, float], stats: RowStats) -> Numbers:
+    """The metrics of an update, from what the step told and what its rows held."""
+    policy, kept = max(told["policy"], 1), max(told["kept"], 1)
+    numbers = {
+        "train/loss": told["loss"],
+        "train/tokens": told["policy"],
+        "train/grad_norm": told["grad_norm"],
+        "train/skipped": told["skipped"],
+        "rl/ratio": told["ratio"] / kept,
+        "rl/clipped": told["clipped"] / kept,
+        "rl/entropy": told["surprisal"] / policy,
+        "rl/masked": stats.masked / max(stats.policy, 1),
+        "rl/closings_per_turn": stats.closings / stats.turns,
+        "rl/extra_tokens": stats.extra / stats.sampled,
+        "rl/filled": 1 - stats.padding / (stats.padding + stats.sampled + stats.extra),
+    }
+    if told["closings"]:
+        numbers["rl/close_nats"] = told["close_nats"] / told["closings"]
+    return numbers
+
+
+@jax.jit
+def _norms(trained: Any) -> tuple[jax.Array, jax.Array]:
+    return optax.tree.norm(trained, ord=1), optax.tree.norm(trained)
+
+
+def fingerprint(state: TrainState) -> str:
+    """A name for the policy, which tells rollouts of another one apart."""
+    return "-".join(float(value).hex() for value in _norms(state.trained))
+
+
+def open_rollouts(path: Any, settings: Mapping[str, Any]) -> RolloutFile:
+    """A step's file; one that another policy left, before a checkpoint was lost, is replaced."""
+    try:
+        return RolloutFile(path, settings)
+    except ValueError:
+        for old in (path, path.with_suffix(".failed.jsonl")):
+            with contextlib.suppress(FileNotFoundError):
+                old.unlink()
+        return RolloutFile(path, settings)
