@@ -31,6 +31,7 @@ _PLACES = {
     "search": _Place("search", "DeepSearch", "DeepSearchConfig"),
     "webshop": _Place("webshop", "WebShop", "WebShopConfig", quick=True),
     "appworld": _Place("appworld", "AppWorld", "AppWorldConfig"),
+    "openenv": _Place("openenv", "OpenEnv", "OpenEnvConfig"),
     "agentgym-sciworld": _agentgym("AgentGymSciWorld"),
     "agentgym-webshop": _agentgym("AgentGymWebShop"),
     "agentgym-searchqa": _agentgym("AgentGymSearchQA"),
@@ -42,8 +43,8 @@ class EnvironmentConfig:
     """Which environment, and how many run at once.
 
     Attributes:
-        name: `potions`, `scienceworld`, `search`, `webshop`, `appworld`, `agentgym-sciworld`,
-            `agentgym-webshop` or `agentgym-searchqa`.
+        name: `potions`, `scienceworld`, `search`, `webshop`, `appworld`, `openenv`,
+            `agentgym-sciworld`, `agentgym-webshop` or `agentgym-searchqa`.
         settings: The environment's own settings.
         workers: Processes that run one episode each; 0 runs all in this process. By default 0 for
             `potions` and `webshop`, whose steps take next to no time, and 4 for the others.
