@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
+from race_jax.settings import differing_settings
+
 _STATE, _NOTES = "state", "notes"
 _SHOWN = 5
-_MISSING = "<not set>"
 
 
 class Checkpoints:
@@ -245,18 +245,6 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     return {name(path): tuple(leaf.shape) for path, leaf in leaves if hasattr(leaf, "shape")}
 
 
-def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` as `{"a.b": 1}`; sequences as lists, as JSON gives them back."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= flatten_settings(value, f"{prefix}{name}.")
-        else:
-            plain = value.tolist() if isinstance(value, np.ndarray) else value
-            flat[f"{prefix}{name}"] = list(plain) if isinstance(plain, tuple) else plain
-    return flat
-
-
 def check_settings(
     saved: Mapping[str, Any], given: Mapping[str, Any], where: str, *, free: Collection[str] = ()
 ) -> None:
@@ -271,16 +259,7 @@ def check_settings(
     Raises:
         ValueError: Fields differ; each is named with both values.
     """
-    old, new = flatten_settings(saved), flatten_settings(given)
-
-    def may_differ(name: str) -> bool:
-        return any(name == f or name.startswith(f"{f}.") for f in free)
-
-    differing = [
-        f"{name} was {old.get(name, _MISSING)!r} and is now {new.get(name, _MISSING)!r}"
-        for name in dict.fromkeys([*old, *new])
-        if old.get(name, _MISSING) != new.get(name, _MISSING) and not may_differ(name)
-    ]
+    differing = differing_settings(saved, given, free=free)
     if differing:
         raise ValueError(
             f"{where} holds a run with other settings: {'; '.join(differing)}. Set them back to "

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from race_jax.checkpoint import Checkpoints, check_settings, flatten_settings
+from race_jax.checkpoint import Checkpoints, check_settings
 
 
 class State(NamedTuple):
@@ -196,7 +196,3 @@ def test_settings_are_compared_field_by_field():
 def test_a_free_name_frees_its_group_and_nothing_that_begins_alike():
     with pytest.raises(ValueError, match=r"mesh_size was 1 and is now 2"):
         check_settings({"mesh_size": 1}, {"mesh_size": 2}, "here", free=("mesh",))
-
-
-def test_settings_flatten_to_dotted_names():
-    assert flatten_settings({"a": {"b": {"c": 1}}, "d": (1, 2)}) == {"a.b.c": 1, "d": [1, 2]}

@@ -11,12 +11,16 @@ from typing import Any, NamedTuple, cast, get_args
 
 from race_jax.jsonl import JsonlLog
 from race_jax.rollout.limits import FAULTS, StopReason
+from race_jax.settings import differing_settings
 from race_jax.trajectories import from_json, to_json
 from race_jax.trajectory_messages import short
 from race_jax.types import Message, TokenTrajectory, Trajectory
 
 KEY = "rollout"
 """Key of a record under which all stands that a trajectory of another source does not have."""
+
+MADE_UNDER = "made_under"
+"""Key, under `KEY` of a file's first record, of the settings that the file was made under."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,11 +234,16 @@ def digest_settings(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:12]
 
 
+class OtherSettings(ValueError):
+    """A file holds rollouts that were made under other settings."""
+
+
 class RolloutFile:
     """A file of rollouts that a stopped run continues; a context manager.
 
-    Rollouts without a single turn are no trajectories. They go to a file beside it, whose name ends
-    in `.failed.jsonl`, and are run again.
+    Its first record holds the settings, and every record their digest. Rollouts without a single
+    turn are no trajectories. They go to a file beside it, whose name ends in `.failed.jsonl`, and
+    are run again.
 
     Attributes:
         path: The file.
@@ -249,10 +258,13 @@ class RolloutFile:
             settings: All that decides the rollouts.
 
         Raises:
-            ValueError: The file holds something else, or rollouts made under other settings.
+            OtherSettings: The file holds rollouts made under other settings; the message names the
+                fields that differ.
+            ValueError: The file holds something else.
             OSError: It cannot be opened.
         """
         self.path = Path(path)
+        self._given = dict(settings)
         self.failed = self.path.with_suffix(".failed.jsonl")
         self.settings = digest_settings(settings)
         self.done: set[str] = set()
@@ -272,16 +284,27 @@ class RolloutFile:
                 f"{self.path}, line {number} is no rollout; name another file for rollouts"
             )
         if notes.get("settings") != self.settings:
-            raise ValueError(
-                f"{self.path} holds rollouts made under other settings; continue under the same, "
-                "or name another file"
+            raise OtherSettings(
+                f"{self.path} holds rollouts made under other settings "
+                f"({self._differences(notes)}); continue under the same, or name another file"
             )
         self.done.add(record["id"])
+
+    def _differences(self, notes: Mapping[str, Any]) -> str:
+        """Which settings a record was made under that are not those of now."""
+        made = notes.get(MADE_UNDER)
+        if not isinstance(made, Mapping):
+            return "which ones it does not say, as files of earlier versions do not"
+        given = json.loads(json.dumps(self._given))
+        return "; ".join(differing_settings(made, given)) or "in how they are written"
 
     def append(self, rollout: Rollout) -> None:
         """Add a rollout; when this returns, it is on disk."""
         log = self._log if rollout.tokens is not None else self._failures
-        log.append(rollout.record(self.settings))
+        record = rollout.record(self.settings)
+        if rollout.tokens is not None and not self.done:
+            record[KEY][MADE_UNDER] = self._given
+        log.append(record)
         if rollout.tokens is not None:
             self.done.add(rollout.id)
 

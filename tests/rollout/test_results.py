@@ -10,7 +10,7 @@ from race_jax.rollout.hosts import LocalHost
 from race_jax.rollout.jobs import Job
 from race_jax.rollout.limits import RolloutConfig
 from race_jax.rollout.loop import Runner
-from race_jax.rollout.results import Rollout, RolloutFile, gather, read_rollouts
+from race_jax.rollout.results import OtherSettings, Rollout, RolloutFile, gather, read_rollouts
 from race_jax.train.trajectories_cli import check
 from race_jax.trajectories import read
 from race_jax.types import Trajectory
@@ -76,7 +76,7 @@ def test_files_under_other_settings_or_of_another_kind_are_refused(rollouts, tmp
     with RolloutFile(path, {"seed": 0}) as file:
         file.append(rollouts[0])
     before = path.read_bytes()
-    with pytest.raises(ValueError, match="made under other settings"):
+    with pytest.raises(OtherSettings, match=r"other settings \(seed was 0 and is now 1\)"):
         RolloutFile(path, {"seed": 1})
     assert path.read_bytes() == before
     other = tmp_path / "other.jsonl"
@@ -85,6 +85,28 @@ def test_files_under_other_settings_or_of_another_kind_are_refused(rollouts, tmp
         RolloutFile(other, {})
     with pytest.raises(ValueError, match="line 1: the record 'x' is no rollout"):
         list(read_rollouts(other))
+
+
+def test_settings_stand_in_the_first_record_and_files_without_them_are_read_too(rollouts, tmp_path):
+    path, settings = tmp_path / "out.jsonl", {"env": {"size": (1, 2)}, "seed": 0}
+    with RolloutFile(path, settings) as file:
+        file.append(without_a_turn())
+        file.append(rollouts[0])
+        file.append(rollouts[1])
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert first["rollout"]["made_under"] == {"env": {"size": [1, 2]}, "seed": 0}
+    assert "made_under" not in second["rollout"]
+    with RolloutFile(path, settings) as file:
+        assert len(file.done) == 2
+    with pytest.raises(OtherSettings, match=r"\(env.size was \[1, 2\] and is now \[3\]\)"):
+        RolloutFile(path, {"env": {"size": (3,)}, "seed": 0})
+    del first["rollout"]["made_under"]
+    path.write_text(json.dumps(first) + "\n")
+    with RolloutFile(path, settings) as file:
+        assert len(file.done) == 1
+    with pytest.raises(OtherSettings, match="which ones it does not say"):
+        RolloutFile(path, {})
+    assert len(list(read_rollouts(path))) == 2
 
 
 def test_a_torn_line_is_run_again(rollouts, tmp_path):

@@ -227,7 +227,8 @@ def test_other_settings_do_not_go_on_in_a_file(tmp_path, model_dir, capsys):
         assert main(settings(tmp_path, model_dir, sampler=on_server(server))) == 0
         changed = {"rollout": {"max_turn_tokens": 100, "max_tokens": 1000, "seed": 1}}
         assert main(settings(tmp_path, model_dir, sampler=on_server(server), **changed)) == 2
-    assert "made under other settings" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "made under other settings (rollout.seed was 0 and is now 1)" in said
 
 
 def test_tasks_are_taken_evenly():
