@@ -31,12 +31,14 @@ class Judged(NamedTuple):
         logprobs: One per sampled id in nats, all turns' one after the other.
         advantage: A_i.
         removed: S_i, turns from 0 whose reasoning the cover took out; empty if it failed.
+        kept: Turns from 0 whose reasoning the cover tested and kept; empty if it failed.
     """
 
     tokens: TokenTrajectory
     logprobs: tuple[float, ...]
     advantage: float
     removed: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
 
 
 class RowStats(NamedTuple):
@@ -100,7 +102,8 @@ def policy_example(item: Judged, place: int, *, masking: bool = True) -> Arrays:
 
     Returns:
         Arrays [n] for `fill_rows`: `tokens`, `kinds`, `completion` (in P), `keep` (in K),
-        `old_logprobs`, `advantages`, `close_weight` (0).
+        `old_logprobs`, `advantages`, `close_weight` (0), and `asked`, true where a kept turn could
+        have closed at once.
 
     Raises:
         ValueError: There is not one log-probability per sampled id.
@@ -117,6 +120,8 @@ def policy_example(item: Judged, place: int, *, masking: bool = True) -> Arrays:
         for t in item.removed:
             begin, end, _ = example.turns[t]
             keep[begin:end] &= example.kinds[begin:end] == ACTION
+    asked = np.zeros(len(completion), bool)
+    asked[[int(example.turns[t, 0]) + place for t in item.kept]] = True
     old = np.zeros(len(completion), np.float32)
     old[completion] = item.logprobs
     return {
@@ -127,6 +132,7 @@ def policy_example(item: Judged, place: int, *, masking: bool = True) -> Arrays:
         "old_logprobs": old,
         "advantages": np.where(completion, item.advantage, 0).astype(np.float32),
         "close_weight": np.zeros(len(completion), np.float32),
+        "asked": asked & (example.kinds == DECISION),
     }
 
 
@@ -161,6 +167,7 @@ def closure_example(
         "old_logprobs": np.zeros(count, np.float32),
         "advantages": np.zeros(count, np.float32),
         "close_weight": close,
+        "asked": nothing,
     }
 
 
@@ -219,7 +226,7 @@ def make_batch(
     examples = sampled + compressed
     lengths = [len(example["tokens"]) for example in examples]
     plan = plan_rows(lengths, length)
-    plan += [[]] * (rows * _round_parts(-(-len(plan) // rows)) - len(plan))
+    plan += [[]] * (rows * round_parts(-(-len(plan) // rows)) - len(plan))
     batch = fill_rows([[examples[n] for n in row] for row in plan], length)
     stats = RowStats(
         policy=policy,
@@ -233,7 +240,7 @@ def make_batch(
     return batch, stats
 
 
-def _round_parts(parts: int) -> int:
+def round_parts(parts: int) -> int:
     """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
     power = 1 << (parts - 1).bit_length()
     return power * 3 // 4 if power >= 4 and parts <= power * 3 // 4 else power

@@ -53,6 +53,23 @@ def test_a_trajectory_as_sampled_by_hand():
     assert not got["close_weight"].any()
 
 
+def test_closing_is_asked_for_at_the_decisions_of_kept_turns():
+    got = policy_example(ITEM._replace(removed=(), kept=(1,)), 0)
+    np.testing.assert_array_equal(np.flatnonzero(got["asked"]), [9])
+    # Where the block opens with two tokens of the template, the third decides; a turn that ended
+    # before it has no decision.
+    got = policy_example(ITEM._replace(kept=(0, 1)), 2)
+    np.testing.assert_array_equal(np.flatnonzero(got["asked"]), [4, 11])
+    assert not policy_example(ITEM._replace(kept=(0,)), 3)["asked"].any()
+    assert not policy_example(ITEM, 0)["asked"].any()
+    batch, _ = make_batch(
+        [ITEM._replace(kept=(0,)), FAILED], place=0, length=40, rows=1, closure=0.4
+    )
+    # Arrays are aligned to targets: before the token that decides.
+    assert batch["tokens"][batch["asked"]].tolist() == [11]
+    assert batch["targets"][batch["asked"]].tolist() == [20]
+
+
 def test_without_masking_all_policy_tokens_are_kept():
     got = policy_example(ITEM, 0, masking=False)
     np.testing.assert_array_equal(got["keep"], got["completion"])

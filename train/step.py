@@ -23,6 +23,8 @@ Loss = Callable[[jax.Array, Arrays], tuple[jax.Array, jax.Array]]
 """Log-probabilities [B, P] and the batch at those places -> (sum, weight)."""
 Measure = Callable[[jax.Array, Arrays], dict[str, jax.Array]]
 """The same -> sums that are told beside the loss; micro-batches' add up."""
+Probe = Callable[[jax.Array, jax.Array, Arrays], dict[str, jax.Array]]
+"""Hidden states [B, T, D], the head [V, D] and the batch -> further such sums."""
 
 
 def sft_loss(logprobs: jax.Array, batch: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -87,16 +89,28 @@ def batch_logprobs(
 
     `temperature` divides the logits.
     """
+    hidden = hidden_states(trainee, params, batch, compute, temperature)
+    return logprobs_at(hidden, trainee.model.head(params), batch, places, compute)
+
+
+def hidden_states(
+    trainee: Trainee,
+    params: Params,
+    batch: Arrays,
+    compute: ComputeConfig,
+    temperature: float = 1.0,
+) -> jax.Array:
+    """The states [B, T, D] whose products with the head are the logits, over `temperature`."""
     hidden = trainee.model.forward(
         params,
         batch["tokens"],
         batch["positions"],
         batch["segment_ids"],
         remat=compute.remat == "block",
+        ends=batch.get("ends"),
     )
-    if temperature != 1:
-        hidden = hidden / temperature  # the head is linear, and has no bias
-    return logprobs_at(hidden, trainee.model.head(params), batch, places, compute)
+    # The head is linear, and has no bias.
+    return hidden if temperature == 1 else hidden / temperature
 
 
 def logprobs_at(
@@ -138,6 +152,7 @@ def loss_and_gradient(
     places: int,
     *,
     measure: Measure | None = None,
+    probe: Probe | None = None,
     temperature: float = 1.0,
 ) -> tuple[jax.Array, jax.Array, Params, dict[str, jax.Array]]:
     """Sum and weight of a batch's loss, and the gradient of their quotient.
@@ -147,16 +162,21 @@ def loss_and_gradient(
     of a short part more than one of a long part.
 
     Returns:
-        S, W, and d(S / W) / d `trained` in float32, zero where W is 0; and the sums of `measure`.
+        S, W, and d(S / W) / d `trained` in float32, zero where W is 0; and the sums of `measure`
+        and `probe`, which have no part in the gradient.
     """
     wide = matrices(trainee.axes)
 
     def part_sum(trained: Params, part: Arrays) -> tuple[jax.Array, tuple]:
         params = compute_params(trainee.params(trained, frozen), wide, compute.dtype)
-        logprobs, picked = batch_logprobs(trainee, params, part, places, compute, temperature)
+        hidden = hidden_states(trainee, params, part, compute, temperature)
+        head = trainee.model.head(params)
+        logprobs, picked = logprobs_at(hidden, head, part, places, compute)
         total, weight = loss(logprobs, picked)
-        seen = jax.lax.stop_gradient(logprobs)
-        return total, (weight, measure(seen, picked) if measure else {})
+        told = measure(jax.lax.stop_gradient(logprobs), picked) if measure else {}
+        if probe:
+            told |= probe(*jax.lax.stop_gradient((hidden, head)), part)
+        return total, (weight, told)
 
     gradient_of = jax.value_and_grad(part_sum, has_aux=True)
 
@@ -181,6 +201,7 @@ def make_step(
     compute: ComputeConfig,
     *,
     measure: Measure | None = None,
+    probe: Probe | None = None,
     temperature: float = 1.0,
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
     """The jitted step `(state, frozen, batch, places) -> (state, metrics)`.
@@ -189,7 +210,8 @@ def make_step(
     that one bad batch costs one step.
 
     Metrics, float32 scalars: `loss` (sum / weight), `weight`, `grad_norm` (before clipping),
-    `skipped`, `skipped_in_a_row`, and the sums of `measure`. `temperature` divides the logits.
+    `skipped`, `skipped_in_a_row`, and the sums of `measure` and `probe`. `temperature` divides the
+    logits.
     """
 
     def step(
@@ -204,6 +226,7 @@ def make_step(
             compute,
             places,
             measure=measure,
+            probe=probe,
             temperature=temperature,
         )
         norm = optax.tree.norm(gradient)
