@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+from urllib.parse import unquote
 
 from race_jax.tokenizer import CALL, END_CALL, check_text, spell
 
@@ -20,6 +21,7 @@ _FUNCTION = re.compile(r"<function=([^\s<>=]+)>\n?(.*)\Z", re.DOTALL)
 # quote the tag.
 _PARAMETER = re.compile(r"<parameter=(.*?)</parameter>\s*(?=<parameter=|\Z)", re.DOTALL)
 _PARAMETER_BODY = re.compile(r"([^\s<>=]+)>\n?(.*)\Z", re.DOTALL)
+_MOST_REFERENCES = 16
 _PYTHON_WORDS = {"True": True, "true": True, "False": False, "false": False}
 
 
@@ -192,7 +194,7 @@ def _parse_xml(text: str, tools: Tools) -> tuple[str, dict[str, Any], tuple[str,
     if header is None:
         raise ValueError("it does not begin with <function=NAME>")
     name, body = header.groups()
-    schemas = _schemas(name, tools)
+    schemas, root = _schemas(name, tools)
     arguments: dict[str, Any] = {}
     notes: list[str] = []
     rest = body
@@ -208,7 +210,7 @@ def _parse_xml(text: str, tools: Tools) -> tuple[str, dict[str, Any], tuple[str,
         key, value = parameter.groups()
         value = value.removesuffix("\n")
         try:
-            arguments[key] = convert(value, schemas.get(key, {}))
+            arguments[key] = convert(value, schemas.get(key, {}), root)
         except (ValueError, RecursionError):
             arguments[key] = value
             notes.append(f"the value of {key!r} is not of the type that the tool asks for")
@@ -217,20 +219,24 @@ def _parse_xml(text: str, tools: Tools) -> tuple[str, dict[str, Any], tuple[str,
     return name, arguments, tuple(notes)
 
 
-def _schemas(name: str, tools: Tools) -> Mapping[str, Any]:
+def _schemas(name: str, tools: Tools) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The schemas of a tool's arguments, and the schema that they stand in."""
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
-            return function.get("parameters", {}).get("properties", {})
-    return {}
+            root = function.get("parameters") or {}
+            named = _resolved(root, root).get("properties", {})
+            return {**named, **root.get("properties", {})}, root
+    return {}, {}
 
 
-def convert(text: str, schema: Any) -> Any:
+def convert(text: str, schema: Any, root: Any = None) -> Any:
     """Give the text of an XML parameter the type that its schema asks for.
 
     Args:
         text: The value as written.
         schema: JSON Schema of the parameter. Without a type the text stays as it is.
+        root: The schema that it stands in, which its references are about.
 
     Returns:
         The typed value. Of several types the first that fits, text last.
@@ -238,7 +244,7 @@ def convert(text: str, schema: Any) -> Any:
     Raises:
         ValueError: The text is of none of the types.
     """
-    kinds = _types(schema)
+    kinds = _types(schema, root)
     for kind in kinds:
         if kind == "string":
             continue
@@ -251,13 +257,30 @@ def convert(text: str, schema: Any) -> Any:
     raise ValueError(f"{text!r:.80} is not of type {' or '.join(kinds)}")
 
 
-def _types(schema: Any) -> list[str]:
-    if not isinstance(schema, Mapping):
-        return []
+def _resolved(schema: Any, root: Any) -> Mapping[str, Any]:
+    """What a schema's references within `root`, such as `#/$defs/Item`, come to in the end."""
+    for _ in range(_MOST_REFERENCES):
+        if not isinstance(schema, Mapping):
+            return {}
+        pointer = schema.get("$ref")
+        if not isinstance(pointer, str) or not pointer.startswith("#"):
+            return schema
+        schema = root
+        for part in filter(None, unquote(pointer[1:]).split("/")):
+            key = part.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(key) if isinstance(schema, Mapping) else None
+    return {}
+
+
+def _types(schema: Any, root: Any, depth: int = 0) -> list[str]:
+    schema = _resolved(schema, root)
     kind = schema.get("type")
     if kind is not None:
         return [kind] if isinstance(kind, str) else list(kind)
-    found = [t for key in ("anyOf", "oneOf") for s in schema.get(key, ()) for t in _types(s)]
+    if depth == _MOST_REFERENCES:
+        return []
+    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key, ())]
+    found = [name for part in parts for name in _types(part, root, depth + 1)]
     values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())]
     return list(dict.fromkeys(found + [_type_of(value) for value in values]))
 

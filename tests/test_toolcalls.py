@@ -104,6 +104,31 @@ def test_convert(text, schema, value):
     assert converted == value and type(converted) is type(value)
 
 
+def test_types_are_found_behind_references():
+    root = {
+        "$defs": {
+            "n": {"type": "integer"},
+            "either": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]},
+            "a/b": {"allOf": [{"$ref": "#/$defs/either"}]},
+            "round": {"$ref": "#/$defs/round"},
+            "within": {"anyOf": [{"$ref": "#/$defs/within"}]},
+        }
+    }
+    for name in ("n", "either", "a~1b"):
+        assert convert("7", {"$ref": f"#/$defs/{name}"}, root) == 7
+    assert convert("null", {"$ref": "#/$defs/a~1b"}, root) is None
+    for name in ("round", "within", "gone"):
+        assert convert("7", {"$ref": f"#/$defs/{name}"}, root) == "7"
+    args = {"properties": {"x": {"$ref": "#/$defs/n"}}}
+    for parameters in (
+        {**root, **args},
+        {"$ref": "#/$defs/args", "$defs": {**root["$defs"], "args": args}},
+    ):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        text = "<function=f>\n<parameter=x>\n7\n</parameter>\n</function>"
+        assert parse_call(text, "xml", [tool]).arguments == {"x": 7}
+
+
 @pytest.mark.parametrize(
     ("text", "kind"),
     [

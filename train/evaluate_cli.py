@@ -17,6 +17,7 @@ from race_jax.envs.factory import EnvironmentConfig
 from race_jax.families import family_of
 from race_jax.report_view import visible
 from race_jax.rollout.agents import AgentConfig
+from race_jax.rollout.calls import checker_of
 from race_jax.rollout.jobs import Job
 from race_jax.rollout.limits import RolloutConfig
 from race_jax.rollout.loop import RunFailed, Runner
@@ -178,6 +179,11 @@ def _jobs(config: EvaluateConfig) -> Iterator[Job]:
     env = config.env.maker()()
     try:
         name, tasks = env.name, env.tasks(config.split)
+        try:
+            checker_of(env.tools)
+        except ValueError as error:
+            # Otherwise every episode would end with this.
+            raise ValueError(f"environment {name!r}: {error}") from None
     finally:
         env.close()
     for task in spread(tasks, config.count):

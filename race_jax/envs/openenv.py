@@ -6,8 +6,8 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, get_args
 
 from race_jax.envs.base import Call, EnvironmentFault, Step, check_split
 from race_jax.envs.openenv_session import LostSession, Refused, Seen, Session
@@ -24,6 +24,7 @@ BEGUN = "The episode has begun."
 SPLITS = ("train", "dev", "test")
 Actions = Literal["auto", "schema", "tools"]
 Rewards = Literal["sum", "last"]
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +126,7 @@ class OpenEnv:
 
     Raises:
         ValueError: The package `websockets` is not installed.
-        EnvironmentFault: No server answers there, or its action schema makes no tool.
+        EnvironmentFault: No server answers there, it has no room, or it names no actions.
     """
 
     name = "openenv"
@@ -135,7 +136,6 @@ class OpenEnv:
         self.system = config.system
         low, high = config.reward_range
         self.reward_range = (float(low), float(high))
-        self.tools: tuple[Mapping[str, Any], ...] = ()
         self._service = Service(
             config.address,
             config.timeout,
@@ -145,12 +145,15 @@ class OpenEnv:
         )
         self._service.check()
         self._calls_tools, schema = action_of(self._service, config.actions)
-        if not self._calls_tools:
-            self.tools = (one_tool(config.tool, schema),)
         self._tasks: dict[str, dict[str, _Task]] = {}
         self._session: Session | None = None
         self._going = False
         self._return = 0.0
+        self.tools: tuple[Mapping[str, Any], ...] = (
+            self._in_session(listed_tools)
+            if self._calls_tools
+            else (one_tool(config.tool, schema),)
+        )
 
     def tasks(self, split: str) -> Sequence[str]:
         """Names of a split's tasks: `seed_17`, or the file's ids.
@@ -210,30 +213,29 @@ class OpenEnv:
         self._drop()
         self._service.close()
 
-    def _begin(self, options: Mapping[str, Any]) -> Seen:
-        """Reset; in a new session if the old one is lost, or until the server has room for one."""
+    def _in_session(self, work: Callable[[Session], _T]) -> _T:
+        """Do it; in a new session if the old one is lost, or until the server has room for one."""
         attempts = self.config.attempts + (self._session is not None)
         for attempt in range(1, attempts + 1):
             try:
                 if self._session is None:
                     self._session = Session(self.config.address, self.config.timeout)
-                    if self._calls_tools:
-                        self.tools = listed_tools(self._session)
-                return self._session.reset(options)
-            except Refused as why:
-                raise ServiceFault(
-                    f"{self.config.address}: the reset options {dict(options)!r:.200} were "
-                    f"refused: {why}"
-                ) from None
-            except LostSession:
+                return work(self._session)
+            except EnvironmentFault as fault:
                 self._drop()
-                if attempt == attempts:
+                if attempt == attempts or not isinstance(fault, LostSession):
                     raise
                 time.sleep(self.config.pause * 2 ** (attempt - 1))
-            except EnvironmentFault:
-                self._drop()
-                raise
         raise AssertionError("the last attempt returns or raises")
+
+    def _begin(self, options: Mapping[str, Any]) -> Seen:
+        try:
+            return self._in_session(lambda session: session.reset(options))
+        except Refused as why:
+            raise ServiceFault(
+                f"{self.config.address}: the reset options {dict(options)!r:.200} were refused: "
+                f"{why}"
+            ) from None
 
     def _drop(self) -> None:
         session, self._session, self._going = self._session, None, False

@@ -12,6 +12,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
 from referencing import Registry
 from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
 
 from race_jax.jsonl import dumps
 from race_jax.rollout.limits import bound_text
@@ -30,7 +31,8 @@ class CallChecker:
         tools: The schemas.
 
     Raises:
-        ValueError: They are no function schemas with distinct names and valid parameters.
+        ValueError: They are no function schemas with distinct names and valid parameters, or refer
+            to what does not stand in the schema itself.
     """
 
     def __init__(self, tools: Tools):
@@ -51,6 +53,7 @@ class CallChecker:
                     f"tool {function['name']!r}: its parameters are of the type {kinds!r}; it must "
                     "be 'object', for calls have named arguments"
                 )
+            _check_references(schema, function["name"])
             # With a registry of its own, a reference to elsewhere is never fetched.
             validator = Draft202012Validator(schema, registry=Registry())
             self._validators[function["name"]] = validator
@@ -67,13 +70,41 @@ class CallChecker:
             error = best_match(validator.iter_errors(dict(call.arguments)))
         except RecursionError:
             return f"the schema of {call.name!r}, or the call's arguments, have no end"
-        except Unresolvable as missing:
-            return f"the schema of {call.name!r} refers to what is not there: {missing}"
         if error is None:
             return None
         where = "".join(f"[{part!r}]" for part in error.absolute_path)
         place = f"at {where}: " if where else ""
         return f"wrong arguments for {call.name!r}: {place}{bound_text(error.message, 300)}"
+
+
+def _check_references(schema: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError unless all references of a tool's parameters lead somewhere within them."""
+    root = DRAFT202012.create_resource(schema)
+    waiting = [(root, Registry().resolver_with_root(root))]
+    while waiting:
+        at, resolver = waiting.pop()
+        waiting += [(part, resolver.in_subresource(part)) for part in at.subresources()]
+        passed: list[Any] = []
+        resource = at.contents
+        while pointer := _reference(resource):
+            if resource in passed:
+                raise ValueError(f"tool {name!r}: the reference {short(pointer)} comes to itself")
+            passed.append(resource)
+            try:
+                found = resolver.lookup(pointer)
+            except Unresolvable:
+                raise ValueError(
+                    f"tool {name!r}: its parameters refer to {short(pointer)}, which does not "
+                    "stand in them; references must be like '#/$defs/Item', and none is fetched"
+                ) from None
+            resource, resolver = found.contents, found.resolver
+
+
+def _reference(schema: Any) -> str | None:
+    """What a schema itself refers to."""
+    if not isinstance(schema, Mapping):
+        return None
+    return schema.get("$ref", schema.get("$dynamicRef"))
 
 
 def checker_of(tools: Tools) -> CallChecker:

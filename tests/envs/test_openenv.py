@@ -231,6 +231,7 @@ def test_a_server_that_sends_no_schema_is_named_at_once(form, said):
 @pytest.mark.parametrize(
     ("form", "said"),
     [
+        ("far", r"'act': its parameters refer to 'http://127\.0\.0\.1:9/guess\.json'"),
         ("no-object", "'act': its parameters are of the type 'string'"),
         ("twice", "two tools have the name 'guess'"),
     ],

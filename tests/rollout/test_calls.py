@@ -44,12 +44,51 @@ def test_references_stay_within_the_schema():
     inner = {"$defs": {"n": {"type": "integer"}}, "properties": {"a": {"$ref": "#/$defs/n"}}}
     assert fault(inner, a=1) is None
     assert "not of type 'integer'" in fault(inner, a="x")
-    outside = {"properties": {"a": {"$ref": "http://127.0.0.1:9/schema.json"}}}
-    assert "refers to what is not there" in fault(outside, a=1)
+    deep = {"$defs": inner["$defs"], "properties": {"a": {"type": "array", "items": N}}}
+    assert "at ['a'][1]: 'x' is not of type 'integer'" in fault(deep, a=[1, "x"])
+    top = {"$defs": {"args": inner | {"$defs": {}}, "n": {"type": "integer"}}}
+    assert "not of type 'integer'" in fault({**top, "$ref": "#/$defs/args"}, a="x")
+    own = {"$id": "http://x/f.json", "$defs": inner["$defs"]}
+    own["properties"] = {"a": {"$ref": "f.json#/$defs/n"}}
+    assert "not of type 'integer'" in fault(own, a="x")
+
+
+N = {"$ref": "#/$defs/n"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "pointer"),
+    [
+        ({"properties": {"a": {"$ref": "http://127.0.0.1:9/schema.json"}}}, "http://127.0.0.1:9/s"),
+        ({"properties": {"a": {"anyOf": [N, {"type": "null"}]}}}, "#/.defs/n"),
+        ({"$defs": {"n": {"$ref": "#/gone"}}, "properties": {"a": N}}, "#/gone"),
+        ({"properties": {"a": {"type": "array", "items": {"$dynamicRef": "#n"}}}}, "#n"),
+    ],
+)
+def test_a_reference_to_elsewhere_is_refused_at_the_opening(schema, pointer):
+    with pytest.raises(ValueError, match=rf"tool 'f': its parameters refer to '{pointer}"):
+        fault(schema)
+
+
+def test_references_that_come_to_themselves_are_refused_and_recursion_is_not():
+    around = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
+    for schema in ({"$ref": "#"}, {"$defs": around, "properties": {"x": {"$ref": "#/$defs/a"}}}):
+        with pytest.raises(ValueError, match="comes to itself"):
+            fault(schema, a=1)
+    tree = {"type": "object", "properties": {"kids": {"type": "array", "items": N}}}
+    schema = {"$defs": {"n": tree}, "properties": {"a": N}}
+    assert fault(schema, a={"kids": [{"kids": []}]}) is None
+    assert "['kids'][0]['kids']: 3 is not" in fault(schema, a={"kids": [{"kids": 3}]})
+
+
+def test_what_only_looks_like_a_reference_is_none():
+    assert fault({"properties": {"$ref": {"type": "integer"}}}, **{"$ref": 1}) is None
+    assert fault({"properties": {"a": {"const": {"$ref": "x"}}}}, a={"$ref": "x"}) is None
 
 
 def test_a_schema_without_end_refuses_the_call():
-    assert "have no end" in fault({"$ref": "#"}, a=1)
+    endless = {"properties": {"a": {"allOf": [{"$ref": "#/properties/a"}]}}}
+    assert "have no end" in fault(endless, a=1)
 
 
 def test_parameters_that_are_no_object_are_refused():
