@@ -2,8 +2,8 @@
 
 The closure loss teaches `</think>` at turns whose reasoning LoGiC removed. What it teaches can
 spread to turns that need their reasoning; then no episode succeeds, no cover is found, and nothing
-is left that could undo it. Two signs show this early: the probability of closing at once at turns whose
-reasoning LoGiC *kept*, and success that falls far below the best of the run.
+is left that could undo it. Two signs show this early: the probability of closing at once at turns
+whose reasoning LoGiC *kept*, and success that falls far below the best of the run.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from race_jax.checkpoint import Checkpoints
 from race_jax.envs.base import EnvironmentFault
+from race_jax.logic.cover import most_scored
 from race_jax.logic.engine import Failure
 from race_jax.losses import truncated_importance
 from race_jax.metrics import MetricWriter
@@ -37,6 +38,7 @@ from race_jax.sharding import use_mesh
 from race_jax.train.interrupt import stop_requests
 from race_jax.train.rl_config import PolicyRunConfig
 from race_jax.train.rl_setup import Run, prepare, settings_of_step
+from race_jax.train.rl_watch import Guard, barren_notice, check_start, count_barren
 from race_jax.train.runtime import peak_memory
 from race_jax.train.state import TrainState
 from race_jax.train.step import places_in
@@ -83,11 +85,11 @@ def train_policy(
                 state, done = advanced, step
                 stopped = stop.is_set() or step == until
                 if stopped or step % config.save_every == 0 or step == config.steps:
-                    checkpoints.save(step, state, {"settings": run.settings})
+                    checkpoints.save(step, state, loop.notes)
                 if stopped:
                     break
             if done:
-                checkpoints.save(done, state, {"settings": run.settings})
+                checkpoints.save(done, state, loop.notes)
             checkpoints.wait()
     console.print(f"{run.folder}: {done} of {config.steps} steps done")
     return code
@@ -140,17 +142,27 @@ class PolicyLoop(abc.ABC):
         self.in_flight = config.in_flight or config.sampler.slots
         self.host = make_host(config.env, config.rollout.step_timeout, self.in_flight)
         (self.run.folder / "rollouts").mkdir(exist_ok=True)
+        closing = config.loss.closure > 0 and config.logic.enabled
+        self.guard = Guard(config.guard, closing, self.run.notes)
+        self.barren = count_barren(self.writer.earlier)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.host.close()
         self.run.sampler.close()
 
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What a checkpoint of the last step holds beside its arrays."""
+        return {"settings": self.run.settings, "guard": self.guard.state._asdict()}
+
     def advance(self, step: int, state: TrainState) -> TrainState | None:
         """Step `step`, from 1; None if a signal cut its rollouts short, which are kept.
 
         Raises:
-            RunFailed: The environment spoils everything, or no episode can be used.
+            RunFailed: The environment spoils everything, no episode can be used, or the policy has
+                collapsed into closing.
+            ValueError: The start policy cannot be taught to close.
             FloatingPointError: Too many updates in a row were skipped.
         """
         began = time.monotonic()
@@ -158,6 +170,10 @@ class PolicyLoop(abc.ABC):
         if groups is None:
             return None
         played = time.monotonic()
+        found = measure((r for group in groups for r in group.rollouts), "step")
+        config = self.run.config
+        if step == 1:
+            self._say(check_start(found, config.loss, config.guard, covered=config.logic.enabled))
         items, numbers = self.judge(groups, state)
         judged = time.monotonic()
         state, told = self._update(step, state, items)
@@ -169,8 +185,11 @@ class PolicyLoop(abc.ABC):
         }
         self.writer.write(step, numbers)
         self._show(step, numbers)
+        self._say(self.guard.note(step, numbers))
+        self.barren = 0 if found.successes else self.barren + 1
+        self._say(barren_notice(self.barren, found))
         row = int(state.skipped_in_a_row)
-        if row >= self.run.config.optimizer.patience:
+        if row >= config.optimizer.patience:
             raise FloatingPointError(
                 f"{row} updates in a row, the last of them in step "
                 f"{step}, had a loss or gradient that is not finite, and were skipped. Lower "
@@ -236,16 +255,23 @@ class PolicyLoop(abc.ABC):
             return {}, {"rl/cover_skips": 0.0, "rl/unscored": 0}
         run.engine.update(run.policy(state, logic.dtype))
         successes = [r.tokens for r in rollouts if r.success and r.tokens is not None]
-        covers, failed = {}, 0
+        covers, distances, failed = {}, [], 0
         for found in run.engine.run(successes, [logic.epsilon]):
             if isinstance(found, Failure):
-                self.console.print(f"{found.id} was not scored: {found.reason}")
+                self._say(f"{found.id} was not scored: {found.reason}")
                 failed += 1
             else:
                 covers[found[0].id] = found[0].removed
+                distances += [abs(r.max_decrease - logic.epsilon) for r in found[0].removals]
         turns = sum(len(r.notes) for r in rollouts if r.success)
         skips = sum(map(len, covers.values())) / max(turns, 1)
-        return covers, {"rl/cover_skips": skips, "rl/unscored": failed}
+        numbers = {"rl/cover_skips": skips, "rl/unscored": failed}
+        scored = [tokens for tokens in successes if tokens.id in covers]
+        if scored:
+            floor = run.noise_floor(state, min(scored, key=most_scored))
+            near = sum(distance < floor for distance in distances)
+            numbers |= {"rl/noise_floor": floor, "rl/uncertain": near / max(len(distances), 1)}
+        return covers, numbers
 
     def rows(
         self, items: Sequence[Judged], closure: float
@@ -267,7 +293,7 @@ class PolicyLoop(abc.ABC):
     ) -> tuple[TrainState, Numbers]:
         """All updates on one batch, with the old log-probabilities fixed."""
         run, config = self.run, self.run.config
-        closure = run.closure_at(step - 1)
+        closure = run.closure_at(step - 1) * self.guard.scale
         batch, stats = self.rows(items, closure)
         parts = len(batch["tokens"]) // config.rows
         places = places_in(batch["loss_mask"], config.row_length, 4)
@@ -296,6 +322,10 @@ class PolicyLoop(abc.ABC):
             "train/learning_rate": rate,
         }
 
+    def _say(self, text: str) -> None:
+        if text:
+            self.console.print(text)
+
     def _show(self, step: int, n: Mapping[str, float]) -> None:
         times = [n[f"time/{name}"] for name in ("rollout", "logic", "update")]
         shares = ", ".join(
@@ -305,7 +335,9 @@ class PolicyLoop(abc.ABC):
         self.console.print(
             f"step {step}/{self.run.config.steps}: success {n['rl/success']:.2f}, "
             f"reasoning {n['rl/reasoning_tokens']:.0f}, skips {n['rl/skip_ratio']:.2f}, "
-            f"LoGiC removes {n['rl/cover_skips']:.2f}, loss {n['train/loss']:.4f}; "
+            f"LoGiC removes {n['rl/cover_skips']:.2f}, "
+            f"closes where it keeps {n.get('rl/close_at_kept', 0):.2f}, "
+            f"loss {n['train/loss']:.4f}; "
             f"{sum(times):.1f} s: {shares}"
         )
 
@@ -326,6 +358,10 @@ def update_numbers(told: Mapping[str, float], stats: RowStats) -> Numbers:
         "rl/extra_tokens": stats.extra / stats.sampled,
         "rl/filled": 1 - stats.padding / (stats.padding + stats.sampled + stats.extra),
     }
+    if "asked" in told:
+        numbers["rl/kept_turns"] = told["asked"]
+        if told["asked"]:
+            numbers["rl/close_at_kept"] = told["closing"] / told["asked"]
     if told["closings"]:
         numbers["rl/close_nats"] = told["close_nats"] / told["closings"]
     return numbers

@@ -21,6 +21,7 @@ from race_jax.rollout.results import Group, Rollout
 from race_jax.train.policy import Numbers, PolicyLoop, train_policy
 from race_jax.train.rl_config import RlConfig
 from race_jax.train.state import TrainState
+from race_jax.types import TokenTrajectory
 
 
 def rl(config: RlConfig, *, console: Console | None = None, until: int | None = None) -> int:
@@ -81,8 +82,19 @@ class GroupLoop(PolicyLoop):
         flat = degenerate_groups(rewards, ids, num_groups=len(groups))
         covers, told = self.covers([r for _, r in usable], state)
         items = [
-            Judged(r.tokens, sampled_logprobs(r), float(advantage), covers.get(r.id, ()))
+            judged(r, r.tokens, float(advantage), covers.get(r.id))
             for (_, r), advantage in zip(usable, np.asarray(advantages), strict=True)
             if r.tokens is not None
         ]
         return items, numbers | told | {"rl/degenerate": float(np.mean(np.asarray(flat)))}
+
+
+def judged(
+    rollout: Rollout, tokens: TokenTrajectory, advantage: float, removed: tuple[int, ...] | None
+) -> Judged:
+    """A rollout as the update needs it; `removed` is None where LoGiC found no cover."""
+    if removed is None:
+        return Judged(tokens, sampled_logprobs(rollout), advantage)
+    # The first turn is kept without a test, so it says nothing about the need to reason.
+    kept = tuple(t for t in tokens.reasoned if t > 0 and t not in removed)
+    return Judged(tokens, sampled_logprobs(rollout), advantage, removed, kept)

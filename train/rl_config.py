@@ -7,6 +7,7 @@ import math
 from typing import Literal
 
 from race_jax.chat import SkipForm
+from race_jax.closure_guard import GuardConfig
 from race_jax.envs.factory import EnvironmentConfig
 from race_jax.logic.cover import EPSILON, check_epsilons
 from race_jax.losses import Reduction
@@ -126,6 +127,7 @@ class PolicyRunConfig:
         in_flight: Most episodes at once; by default the sampler's slots.
         logic: LoGiC.
         loss: The loss.
+        guard: When lambda backs off, so that the run does not collapse into closing.
         optimizer: AdamW; its schedule counts updates.
         lora: Adapters instead of full training.
         compute: How an update computes. Its number of micro-batches follows from `rows`.
@@ -151,6 +153,7 @@ class PolicyRunConfig:
     in_flight: int | None = None
     logic: CoverConfig = dataclasses.field(default_factory=CoverConfig)
     loss: PolicyLossConfig = dataclasses.field(default_factory=PolicyLossConfig)
+    guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=_gentle)
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     compute: ComputeConfig = dataclasses.field(default_factory=ComputeConfig)

@@ -14,20 +14,24 @@ from race_jax.chat import renderer_for
 from race_jax.checkpoint import Checkpoints
 from race_jax.families import family_of
 from race_jax.logic.engine import Engine
+from race_jax.logic.noise import noise_floor
+from race_jax.logic.scoring import Scorer
+from race_jax.logprobs import float32_head
 from race_jax.metrics import check_trackers
 from race_jax.models import load_config, make_model
 from race_jax.models.sampler import LocalSampler
-from race_jax.packing import decision_place
+from race_jax.packing import closing_id, decision_place
 from race_jax.rl_loss import actor_loss, actor_measures
 from race_jax.sharding import sharding_for
 from race_jax.tokenizer import load_tokenizer
 from race_jax.train.optimizer import compute_params, make_optimizer, matrices, schedule
 from race_jax.train.rl_config import FREE, PolicyRunConfig
+from race_jax.train.rl_watch import closing_probe
 from race_jax.train.runs import TrainingRun
 from race_jax.train.runtime import enable_compilation_cache, model_fingerprint
 from race_jax.train.state import Trainee, TrainState
 from race_jax.train.step import Arrays, batch_logprobs, make_step, split_batch
-from race_jax.types import Params
+from race_jax.types import Params, TokenTrajectory
 
 
 class Run(TrainingRun):
@@ -49,7 +53,7 @@ class Run(TrainingRun):
         self.renderer = renderer_for(
             tokenizer, family_of(shape.model_type), skip_form=config.skip_form
         )
-        self.decision = decision_place(self.renderer)
+        self.decision, self.closing = decision_place(self.renderer), closing_id(self.renderer)
         self.known = min(len(tokenizer), shape.vocab_size)
         if config.row_length > shape.context_length:
             raise ValueError(
@@ -79,11 +83,13 @@ class Run(TrainingRun):
     def start(self, checkpoints: Checkpoints) -> TrainState:
         """The state to go on from, the last checkpoint's or a fresh one; sampler and LoGiC too.
 
+        `notes` are the checkpoint's then, or empty.
+
         Raises:
             ValueError: The checkpoint is of a run with other settings.
         """
         config = self.config
-        state, _ = self.begin(checkpoints, FREE)
+        state, self.notes = self.begin(checkpoints, FREE)
         length = min(config.rollout.max_tokens, self.model.context_length)
         self.sampler = LocalSampler(
             self.model,
@@ -101,7 +107,20 @@ class Run(TrainingRun):
             rows=config.logic.rows,
             row_tokens=config.logic.row_tokens,
         )
+        self.scorer = Scorer(self.model, self.policy(state, "float32"))
         return state
+
+    def noise_floor(self, state: TrainState, sample: TokenTrajectory) -> float:
+        """How far LoGiC's likelihoods of one trajectory move with the order of the arithmetic.
+
+        Nats per token, against an uncached pass in float32; LoGiC has the current policy already.
+
+        Raises:
+            ValueError: The trajectory cannot be scored.
+        """
+        params = self.policy(state, "float32")
+        self.scorer.params, self.scorer.head = params, float32_head(self.model, params)
+        return noise_floor(self.engine, self.scorer, [sample])
 
     def policy(self, state: TrainState, dtype: str) -> Params:
         """The current policy's parameters, matrices in `dtype`."""
@@ -132,6 +151,7 @@ class Run(TrainingRun):
             ),
             dataclasses.replace(self.config.compute, micro_batches=parts),
             measure=functools.partial(actor_measures, **clips),
+            probe=closing_probe(self.closing, self.config.compute),
             temperature=self.config.rollout.sampling.temperature,
         )
 

@@ -31,10 +31,13 @@ def closing_probe(close: int, compute: ComputeConfig) -> Probe:
         compute: How the update computes.
 
     Returns:
-        A function that gives `closing`, the sum of pi(close), and `asked`, its terms.
+        A function that gives `closing`, the sum of pi(close), and `asked`, its terms; nothing for
+        rows that do not say which turns were kept.
     """
 
     def probe(hidden: jax.Array, head: jax.Array, batch: Arrays) -> dict[str, jax.Array]:
+        if "asked" not in batch:
+            return {}
         asked = {
             "loss_mask": batch["asked"],
             "targets": jnp.full_like(batch["targets"], close),
@@ -86,7 +89,7 @@ class Guard:
             self.config,
             success=numbers["rl/success"],
             closing=numbers.get("rl/close_at_kept", 0.0),
-            turns=int(numbers["rl/kept_turns"]),
+            turns=int(numbers.get("rl/kept_turns", 0)),
         )
         if after.alarms >= self.config.patience:
             raise RunFailed(
