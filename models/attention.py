@@ -22,9 +22,16 @@ _SCORES = 24576
 
 
 def segment_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    ends: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax attention in which a token sees itself and earlier tokens of its own segment.
+
+    With `ends` a row holds trees, depth first: the token at place j is seen from places j to
+    `ends[j] - 1`, which are itself and all that follows it on some branch.
 
     The scores of a block of queries live only while that block is worked on, forward and backward,
     so memory grows with T and not with T^2. Padding (segment 0) sees padding alone.
@@ -33,7 +40,8 @@ def segment_attention(
         q: [B, T, N, H].
         k: [B, T, K, H]; query head n reads key head n // (N / K).
         v: [B, T, K, H].
-        segment_ids: int32 [B, T].
+        segment_ids: int32 [B, T]; not read where there are `ends`.
+        ends: int32 [B, T], the first place from which each token is not seen any more.
 
     Returns:
         [B, T, N, H] in the dtype of `q`.
@@ -49,7 +57,12 @@ def segment_attention(
         end = min(start + chunk, length)
         parts.append(
             _chunk_attention(
-                scaled[..., start:end, :], k[..., :end, :], v[..., :end, :], segment_ids, start
+                scaled[..., start:end, :],
+                k[..., :end, :],
+                v[..., :end, :],
+                segment_ids,
+                start,
+                ends,
             )
         )
     out = jnp.concatenate(parts, axis=3) if len(parts) > 1 else parts[0]
@@ -57,7 +70,12 @@ def segment_attention(
 
 
 def _chunk_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, start: int
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    start: int,
+    ends: jax.Array | None,
 ) -> jax.Array:
     """Queries `start`.. [B, K, G, C, H] on the keys [B, K, S, H] up to their end, in blocks."""
     rows, kv_heads, groups, size, width = q.shape
@@ -67,7 +85,11 @@ def _chunk_attention(
 
     @jax.checkpoint
     def block(q: jax.Array, own: jax.Array, places: jax.Array) -> jax.Array:
-        allowed = (own[:, :, None] == seen[:, None, :]) & (places[:, None] >= spots)
+        if ends is None:
+            same = own[:, :, None] == seen[:, None, :]
+        else:
+            same = places[:, None] < ends[:, None, : k.shape[2]]
+        allowed = same & (places[:, None] >= spots)
         return masked_attention(q, k, v, allowed)
 
     if size <= _INNER:

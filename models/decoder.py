@@ -76,6 +76,7 @@ class Model:
         segment_ids: jax.Array,
         *,
         remat: bool = False,
+        ends: jax.Array | None = None,
     ) -> jax.Array:
         """Hidden states after the final norm.
 
@@ -86,11 +87,13 @@ class Model:
             segment_ids: int32 [B, T]; 0 = padding, on any side. A token sees the earlier tokens of
                 its own segment.
             remat: Recompute each block in the backward pass, for less memory.
+            ends: int32 [B, T] where rows hold trees, depth first: the token at place j is seen from
+                places j to `ends[j] - 1`; j + 1 at padding. `positions` count along a branch.
 
         Returns:
             float32 [B, T, D]; finite at padding, and without meaning there.
         """
-        return self._forward(params, tokens, positions, segment_ids, remat, routed=False)[0]
+        return self._forward(params, tokens, positions, segment_ids, remat, False, ends)[0]
 
     def forward_routed(
         self,
@@ -113,7 +116,7 @@ class Model:
             raise ValueError(
                 f"a {self.config.model_type} model has no experts to route to; call forward."
             )
-        return self._forward(params, tokens, positions, segment_ids, remat, routed=True)
+        return self._forward(params, tokens, positions, segment_ids, remat, True, None)
 
     def _forward(
         self,
@@ -123,6 +126,7 @@ class Model:
         segment_ids: jax.Array,
         remat: bool,
         routed: bool,
+        ends: jax.Array | None,
     ) -> tuple[jax.Array, Any]:
         """Hidden states, and the router's statistics if they are asked for."""
         cos, sin = rotation_tables(self.config.rope, self.config.head_dim, positions)
@@ -132,7 +136,7 @@ class Model:
         def step(x: jax.Array, layer: Params) -> tuple[jax.Array, RouterStats | None]:
             block = nnx.merge(template, layer)
             q, k, v = block.project(x, cos, sin)
-            mixed = parallel.attend(q, k, v, segment_ids, self.attention)
+            mixed = parallel.attend(q, k, v, segment_ids, self.attention, ends)
             if routed:
                 x, stats = block.finish_routed(x, mixed, real)
             else:

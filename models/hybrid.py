@@ -59,11 +59,17 @@ class HybridModel(Model):
         segment_ids: jax.Array,
         *,
         remat: bool = False,
+        ends: jax.Array | None = None,
     ) -> jax.Array:
         """Hidden states after the final norm, with gated DeltaNet in chunks.
 
-        As `Model.forward`; the tokens of a segment must lie side by side.
+        As `Model.forward`; the tokens of a segment must lie side by side, and `ends` are refused.
         """
+        if ends is not None:
+            raise ValueError(
+                f"a {self.config.model_type} model reads rows in order, so they cannot hold trees; "
+                "lay each path out on its own (tree.share: false)."
+            )
         cos, sin = rotation_tables(self.config.rope, self.config.head_dim, positions)
         real, fresh = segment_ids > 0, find_fresh(segment_ids)
         precision = exact(params["embed"].dtype)

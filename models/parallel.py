@@ -22,6 +22,7 @@ from race_jax.models.attention import (
     job_sizes,
     masked_attention,
     plan_jobs,
+    segment_attention,
 )
 from race_jax.models.cache import KVCache
 from race_jax.models.kernels import choose_kernel, kernel_attention
@@ -126,11 +127,16 @@ def embed(table: jax.Array, tokens: jax.Array, axes: Axes) -> jax.Array:
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, attention: str = "auto"
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    attention: str = "auto",
+    ends: jax.Array | None = None,
 ) -> jax.Array:
     """`segment_attention` with rows, heads and tokens divided among the devices of the mesh.
 
-    Where `context` cuts the tokens, plain XLA runs.
+    Where `context` cuts the tokens, and for trees, plain XLA runs.
 
     Args:
         q: [B, T, N, H].
@@ -138,16 +144,20 @@ def attend(
         v: [B, T, K, H].
         segment_ids: int32 [B, T].
         attention: `auto`, `xla`, `cudnn` or `splash`, as `choose_kernel` takes it.
+        ends: int32 [B, T] where rows hold trees, as of `segment_attention`.
 
     Returns:
         [B, T, N, H].
 
     Raises:
-        ValueError: If a dimension does not divide, T must be a multiple of twice `context`; or if
-            the kernel cannot run here.
+        ValueError: If a dimension does not divide, T must be a multiple of twice `context`; if the
+            kernel cannot run here; or if rows that hold trees are cut by `context` or given to a
+            kernel other than xla.
     """
     mesh = ambient_mesh()
     kernel = choose_kernel(attention, q.dtype, q.shape[3])
+    if ends is not None:
+        return _attend_trees(q, k, v, segment_ids, attention, ends)
     if mesh is None:
         return kernel_attention(kernel, q, k, v, segment_ids)
     copies = kv_copies(k.shape[2])
@@ -181,6 +191,24 @@ def attend(
     check = parts > 1 or kernel == "xla"
     run = jax.shard_map(local, in_specs=specs, out_specs=specs[0], check_vma=check)
     return run(q, k, v, segment_ids)
+
+
+def _attend_trees(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    attention: str,
+    ends: jax.Array,
+) -> jax.Array:
+    """`attend` on rows that hold trees; XLA divides rows and heads by itself."""
+    mesh = ambient_mesh()
+    if attention not in ("auto", "xla") or (mesh is not None and mesh.shape["context"] > 1):
+        raise ValueError(
+            "rows hold trees, whose attention runs in xla on whole rows; make context 1 and "
+            "attention auto, or lay trees out path by path (tree.share: false)."
+        )
+    return segment_attention(q, k, v, segment_ids, ends)
 
 
 def _context_attention(

@@ -44,6 +44,7 @@ class SamplerStats:
         prefilled: Prompt tokens forwarded.
         padded: Tokens forwarded with them to fill chunks.
         shared: Prompt tokens copied from another conversation instead.
+        forked: Those of them that a request's `origin` had.
         sampled: Tokens drawn.
         steps: Decoding steps; each could draw one token per slot.
         parked: Times that a conversation was copied to the host.
@@ -52,6 +53,7 @@ class SamplerStats:
     prefilled: int = 0
     padded: int = 0
     shared: int = 0
+    forked: int = 0
     sampled: int = 0
     steps: int = 0
     parked: int = 0
@@ -331,6 +333,8 @@ class LocalSampler:
             self._waiting.remove(chat)
             assert chat.request is not None
             prompt = chat.request.prompt
+            if chat.cached == 0 and chat.request.origin in self._chats:
+                self._fork(chat, self._chats[chat.request.origin], prompt)
             same = common_length(chat.ids[: chat.cached], prompt)
             # Entries can be cut off anywhere; a recurrent state stands where it stands.
             whole = same == chat.cached < len(prompt)
@@ -338,6 +342,28 @@ class LocalSampler:
             chat.fixed = min(chat.fixed, chat.cached // self.chunk * self.chunk)
             chat.ids = list(prompt)
             chat.used = next(self._clock)
+
+    def _fork(self, chat: _Chat, origin: _Chat, prompt: tuple[int, ...]) -> None:
+        """Copy what `origin` has of a prompt, its sampled tokens too, from its slot or the host.
+
+        A recurrent model's state there is gone, so it forwards the prompt again.
+        """
+        same = min(common_length(origin.ids[: origin.cached], prompt), len(prompt) - 1)
+        if self.model.recurrent or same == 0:
+            return
+        slot = np.asarray([chat.slot])
+        for n, at in enumerate(range(0, same, self.chunk)):
+            start = np.asarray([at])
+            if origin.parked is not None:
+                rows = origin.parked[0][n]
+            else:
+                rows = self._read(self._cache, np.asarray([origin.slot]), start)
+            self._cache = self._write(self._cache, rows, slot, start)
+        chat.ids, chat.cached = list(prompt[:same]), same
+        chat.fixed = min(origin.fixed, same // self.chunk * self.chunk)
+        origin.used = next(self._clock)
+        self.stats.shared += same
+        self.stats.forked += same
 
     def _take_slot(self, chat: _Chat) -> bool:
         """Find a slot for a conversation, and restore its cache there."""

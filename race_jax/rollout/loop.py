@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from race_jax.chat import Renderer
 from race_jax.envs.base import Step
+from race_jax.prefixes import common_length
 from race_jax.rollout.adapt import AdaptEpisode
 from race_jax.rollout.agents import AgentConfig
 from race_jax.rollout.episode import Episode
@@ -21,6 +22,12 @@ from race_jax.rollout.results import Rollout
 
 _TICK, _IDLE = 0.05, 0.5
 """Seconds to wait for one side while the other may have something too, and while it has not."""
+
+
+_DIVERGED = (
+    "the environment did not repeat what it had said under the same calls, so the episode cannot "
+    "leave the other one there"
+)
 
 
 class RunFailed(RuntimeError):
@@ -42,12 +49,14 @@ class _Live:
     Attributes:
         episode: It.
         begun: When.
+        given: Turns of its fork that are still to be taken; None once it is on its own.
         asked: The conversation whose request it waits for, if it does not wait for the environment.
         conversations: All that it has asked for.
     """
 
     episode: Episode | AdaptEpisode
     begun: float
+    given: deque[Completion] | None = None
     asked: str | None = None
     conversations: set[str] = dataclasses.field(default_factory=set)
 
@@ -62,6 +71,8 @@ class Runner:
         config: Limits and sampling.
         in_flight: Most episodes at once; the host's capacity bounds it too.
         agent: Which agent plays.
+        keep: Leave the conversations of finished episodes with the sampler, so that others can fork
+            from them; the caller forgets them, by the episodes' names.
         clock: Seconds, from anywhere.
     """
 
@@ -74,13 +85,14 @@ class Runner:
         *,
         in_flight: int = 64,
         agent: AgentConfig | None = None,
+        keep: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
         if in_flight < 1:
             raise ValueError(f"in_flight is {in_flight}; it must be at least 1")
         self.sampler, self.renderer, self.host, self.config = sampler, renderer, host, config
         self.in_flight = min(in_flight, host.capacity)
-        self.agent = agent or AgentConfig()
+        self.agent, self._keep = agent or AgentConfig(), keep
         self._clock = clock
         self._live: dict[str, _Live] = {}
         self._asked: dict[str, str] = {}
@@ -90,7 +102,8 @@ class Runner:
         """Run episodes.
 
         Args:
-            jobs: Which, with distinct names. They begin in this order.
+            jobs: Which, with distinct names. They begin in this order. A `deque` is taken as it is,
+                so that its owner can add further ones as episodes come out.
             stop: Ends the run between two events once it is set; what is in flight is given up.
 
         Yields:
@@ -99,11 +112,11 @@ class Runner:
         Raises:
             RunFailed: `max_faults` episodes in a row were spoilt by environment or sampler.
         """
-        waiting = iter(jobs)
+        waiting = jobs if isinstance(jobs, deque) else deque(jobs)
         try:
             while stop is None or not stop.is_set():
-                for job in itertools.islice(waiting, self.in_flight - len(self._live)):
-                    self._begin(job)
+                while waiting and len(self._live) < self.in_flight:
+                    self._begin(waiting.popleft())
                 if not self._live:
                     return
                 for rollout in self._events():
@@ -116,8 +129,11 @@ class Runner:
     def _begin(self, job: Job) -> None:
         if job.id in self._live:
             raise ValueError(f"two jobs have the name {job.id!r}; names must differ")
+        if job.fork is not None and self.agent.kind != "plain":
+            raise ValueError(f"{job.id!r} forks, and the agent is {self.agent.kind}; use plain")
         episode = self.agent.episode(job, self.renderer, self.config, self.sampler.context_length)
-        self._live[job.id] = _Live(episode, self._clock())
+        given = None if job.fork is None else deque(job.fork.completions)
+        self._live[job.id] = _Live(episode, self._clock(), given)
         self.host.open(job.id, job.task)
 
     def _events(self) -> Iterator[Rollout]:
@@ -142,8 +158,10 @@ class Runner:
 
     def _follow(self, key: str, following: Next) -> Iterator[Rollout]:
         """Do what an episode wants next."""
+        live = self._live[key]
+        if live.given is not None and not isinstance(following, Action):
+            following = self._live_again(live, live.given, following)
         if isinstance(following, Request):
-            live = self._live[key]
             live.asked = following.conversation
             if isinstance(live.episode, AdaptEpisode):
                 # Its conversations come one after the other, so an earlier one is over.
@@ -154,9 +172,29 @@ class Runner:
         elif isinstance(following, Action):
             self.host.step(key, following.call)
         else:
-            seconds = self._clock() - self._live[key].begun
+            seconds = self._clock() - live.begun
             self._drop(key)
             yield dataclasses.replace(following, seconds=seconds)
+
+    def _live_again(self, live: _Live, given: deque[Completion], following: Next) -> Next:
+        """Answer requests by the turns of the fork, as long as all ids are those before it."""
+        assert isinstance(live.episode, Episode) and live.episode.job.fork is not None
+        state = live.episode.job.fork.state
+        while isinstance(following, Request):
+            prompt = following.prompt
+            if prompt != (state[: len(prompt)] if given else state):
+                at = common_length(prompt, state)
+                return live.episode.end("diverged", f"{_DIVERGED} (at id {at} of {len(state)})")
+            if not given:
+                live.given = None
+                origin = live.episode.job._replace(sample=live.episode.job.fork.sample).id
+                return dataclasses.replace(following, origin=origin)
+            following = live.episode.sampled(given.popleft())
+        if isinstance(following, Rollout) and not following.faulty:
+            return dataclasses.replace(
+                following, stop="diverged", error=f"{_DIVERGED} (it ended before the fork)"
+            )
+        return following
 
     def _expire(self) -> Iterator[Rollout]:
         now, limit = self._clock(), self.config.episode_timeout
@@ -170,7 +208,8 @@ class Runner:
         live = self._live.pop(key)
         if live.asked is not None:
             del self._asked[live.asked]
-        self._forget(live, set(live.conversations))
+        if not self._keep or live.asked is not None:
+            self._forget(live, set(live.conversations))
         self.host.release(key)
 
     def _forget(self, live: _Live, conversations: set[str]) -> None:
