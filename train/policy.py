@@ -13,7 +13,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from race_jax.logic.cover import most_scored
 from race_jax.logic.engine import Failure
 from race_jax.losses import truncated_importance
 from race_jax.metrics import MetricWriter
-from race_jax.rl_data import Judged, RowStats, make_batch, task_order
+from race_jax.rl_data import RowStats, task_order
 from race_jax.rollout.jobs import Job
 from race_jax.rollout.limits import request_seed
 from race_jax.rollout.loop import RunFailed, Runner
@@ -44,11 +44,12 @@ from race_jax.train.state import TrainState
 from race_jax.train.step import places_in
 
 Numbers = dict[str, float]
+Item = TypeVar("Item")
 
 
 def train_policy(
     config: PolicyRunConfig,
-    make_loop: Callable[[Run, MetricWriter, Console, threading.Event], PolicyLoop],
+    make_loop: Callable[[Run, MetricWriter, Console, threading.Event], PolicyLoop[Any]],
     *,
     console: Console | None = None,
     until: int | None = None,
@@ -96,8 +97,14 @@ def train_policy(
 
 
 @dataclasses.dataclass
-class PolicyLoop(abc.ABC):
-    """One step after the other; a context manager that closes environments and sampler."""
+class PolicyLoop(abc.ABC, Generic[Item]):
+    """One step after the other; a context manager that closes environments and sampler.
+
+    `Item` is what the method's update takes: a trajectory, or a tree.
+    """
+
+    keep_caches: ClassVar[bool] = False
+    """Whether the sampler keeps the caches of finished episodes, so that others can fork there."""
 
     run: Run
     writer: MetricWriter
@@ -130,11 +137,20 @@ class PolicyLoop(abc.ABC):
         """
 
     @abc.abstractmethod
-    def judge(self, groups: Sequence[Group], state: TrainState) -> tuple[Sequence[Judged], Numbers]:
+    def judge(self, groups: Sequence[Group], state: TrainState) -> tuple[Sequence[Item], Numbers]:
         """What the update needs to know of a step's episodes, and numbers on them.
 
         Raises:
             RunFailed: No episode can be used.
+        """
+
+    @abc.abstractmethod
+    def rows(self, items: Sequence[Item], closure: float) -> tuple[dict[str, np.ndarray], RowStats]:
+        """The rows of an update.
+
+        Args:
+            items: What `judge` returned.
+            closure: lambda of the closure loss.
         """
 
     def __enter__(self) -> Self:
@@ -144,7 +160,7 @@ class PolicyLoop(abc.ABC):
         (self.run.folder / "rollouts").mkdir(exist_ok=True)
         closing = config.loss.closure > 0 and config.logic.enabled
         self.guard = Guard(config.guard, closing, self.run.notes)
-        self.barren = count_barren(self.writer.earlier)
+        self.barren, self.step = count_barren(self.writer.earlier), 0
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -165,7 +181,7 @@ class PolicyLoop(abc.ABC):
             ValueError: The start policy cannot be taught to close.
             FloatingPointError: Too many updates in a row were skipped.
         """
-        began = time.monotonic()
+        began, self.step = time.monotonic(), step
         groups = self._play(step, state)
         if groups is None:
             return None
@@ -210,6 +226,7 @@ class PolicyLoop(abc.ABC):
             self.host,
             dataclasses.replace(config.rollout, seed=seed),
             in_flight=self.in_flight,
+            keep=self.keep_caches,
         )
         path = run.folder / "rollouts" / f"step_{step:06}.jsonl"
         settings = settings_of_step(run, step, fingerprint(state)) | self.method
@@ -273,23 +290,8 @@ class PolicyLoop(abc.ABC):
             numbers |= {"rl/noise_floor": floor, "rl/uncertain": near / max(len(distances), 1)}
         return covers, numbers
 
-    def rows(
-        self, items: Sequence[Judged], closure: float
-    ) -> tuple[dict[str, np.ndarray], RowStats]:
-        """The rows of an update."""
-        config = self.run.config
-        return make_batch(
-            items,
-            place=self.run.decision,
-            length=config.row_length,
-            rows=config.rows,
-            closure=closure,
-            masking=config.loss.masking,
-            reduction=config.loss.reduction,
-        )
-
     def _update(
-        self, step: int, state: TrainState, items: Sequence[Judged]
+        self, step: int, state: TrainState, items: Sequence[Item]
     ) -> tuple[TrainState, Numbers]:
         """All updates on one batch, with the old log-probabilities fixed."""
         run, config = self.run, self.run.config

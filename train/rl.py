@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from race_jax.advantages import degenerate_groups, group_relative
-from race_jax.rl_data import Judged, outcome_reward, sampled_logprobs
+from race_jax.rl_data import Judged, RowStats, make_batch, outcome_reward, sampled_logprobs
 from race_jax.rollout.jobs import Job
 from race_jax.rollout.loop import Runner
 from race_jax.rollout.results import Group, Rollout
@@ -44,7 +44,7 @@ def rl(config: RlConfig, *, console: Console | None = None, until: int | None = 
     return train_policy(config, GroupLoop, console=console, until=until)
 
 
-class GroupLoop(PolicyLoop):
+class GroupLoop(PolicyLoop[Judged]):
     """Groups of independent trajectories of a task, compared with one another."""
 
     @property
@@ -98,3 +98,18 @@ def judged(
     # The first turn is kept without a test, so it says nothing about the need to reason.
     kept = tuple(t for t in tokens.reasoned if t > 0 and t not in removed)
     return Judged(tokens, sampled_logprobs(rollout), advantage, removed, kept)
+
+    def rows(
+        self, items: Sequence[Judged], closure: float
+    ) -> tuple[dict[str, np.ndarray], RowStats]:
+        """The rows of an update."""
+        config = self.config
+        return make_batch(
+            items,
+            place=self.run.decision,
+            length=config.row_length,
+            rows=config.rows,
+            closure=closure,
+            masking=config.loss.masking,
+            reduction=config.loss.reduction,
+        )

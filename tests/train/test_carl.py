@@ -1,0 +1,170 @@
+"""Runs of CARL: trees, updates on forks, files, and going on after a stop."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import sft_samples
+from rich.console import Console
+
+from race_jax.carl.forking import ForkConfig
+from race_jax.carl.tree import rebuild
+from race_jax.checkpoint import Checkpoints
+from race_jax.envs.factory import EnvironmentConfig
+from race_jax.rollout.limits import RolloutConfig
+from race_jax.rollout.results import read_rollouts
+from race_jax.train import policy, rl_setup
+from race_jax.train.carl import carl
+from race_jax.train.carl_config import CarlConfig
+from race_jax.train.cli import main
+from race_jax.train.distributed import MeshConfig
+from race_jax.train.optimizer import OptimizerConfig
+from race_jax.train.rl_config import CoverConfig, PolicyLossConfig
+from race_jax.train.samplers import SamplerConfig
+from race_jax.train.state import abstract_state
+from race_jax.train.step import ComputeConfig
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return sft_samples.make_checkpoint(tmp_path_factory.mktemp("carl") / "model")
+
+
+def judge_anew(path):
+    """Rollouts with outcomes that their ids decide: a random model solves nothing by itself."""
+    for rollout in read_rollouts(path):
+        turns = rollout.tokens.turns if rollout.tokens else ()
+        number = sum(sum(turn.action) for turn in turns)
+        yield dataclasses.replace(rollout, reward=float(number % 5), success=number % 2 == 0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def outcomes():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "read_rollouts", judge_anew)
+        yield
+
+
+def config_of(model, out, **changes):
+    given = {
+        "model": str(model),
+        "out": str(out),
+        "steps": 2,
+        "env": EnvironmentConfig("potions", {"size": 4, "orders": 1}),
+        "prompts": 2,
+        "tree": ForkConfig(first=1, forks=4),
+        "rollout": RolloutConfig(max_turns=3, max_turn_tokens=40, max_tokens=320),
+        "sampler": SamplerConfig(slots=4, chunk=64),
+        "optimizer": OptimizerConfig(lr=1e-2, schedule="constant", warmup=0.0),
+        "compute": ComputeConfig(dtype="float32"),
+        "rows": 6,
+        **changes,
+    }
+    return CarlConfig(**given)
+
+
+def weights_of(config):
+    with Checkpoints(f"{config.out}/checkpoints", read_only=True) as checkpoints:
+        assert checkpoints.latest is not None
+        run = rl_setup.Run(config)
+        like = abstract_state(run.trainee, run.rule, run.mesh)
+        return jax.tree.map(np.asarray, checkpoints.restore(checkpoints.latest, like).trained)
+
+
+def told(config):
+    with open(f"{config.out}/metrics.jsonl") as file:
+        records = [json.loads(line) for line in file]
+    return [{k: v for k, v in r.items() if not k.startswith(("time/", "memory/"))} for r in records]
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    config = config_of(model, tmp_path_factory.mktemp("carl") / "run")
+    assert carl(config, console=QUIET) == 0
+    return config
+
+
+def test_a_run_grows_trees_and_tells_what_they_cost(whole):
+    records = told(whole)
+    assert [record["step"] for record in records] == [1, 2]
+    for step, record in enumerate(records, 1):
+        path = f"{whole.out}/rollouts/step_{step:06}.jsonl"
+        trees = rebuild(read_rollouts(path))
+        assert len(trees) == 2
+        assert all(len(tree.rollouts) == 5 for tree in trees.values())
+        assert record["carl/rollout_actions"] == sum(tree.edges for tree in trees.values())
+        siblings = [n.actions for tree in trees.values() for n in tree.nodes if n.actions > 1]
+        assert record["carl/update_actions"] == sum(siblings) <= 2 * 2 * 4
+        # Trees of turns without a prefix to share cost no more than whole episodes.
+        assert record["carl/rollout_ratio"] <= 1.25
+        assert record["rl/mismatch"] < 1e-4
+        assert record["carl/diverged"] == 0
+        assert record["carl/entropy"] > 0 and record["carl/criticality"] >= 0
+        with open(path.replace(".jsonl", ".criticality.json")) as file:
+            table = json.load(file)
+        counted = sum(row["states"] for row in table["by_turn"].values())
+        assert counted == len(siblings) == sum(row["states"] for row in table["by_tool"].values())
+    assert records[0]["train/grad_norm"] > 0
+
+
+def test_a_stopped_run_goes_on_to_the_same_weights(model, whole, tmp_path):
+    config = config_of(model, tmp_path / "run")
+    carl(config, console=QUIET, until=1)
+    assert carl(config, console=QUIET) == 0
+    assert told(config) == told(whole)
+    jax.tree.map(np.testing.assert_array_equal, weights_of(config), weights_of(whole))
+
+
+def test_rows_path_by_path_give_the_same_step(model, whole, tmp_path):
+    config = config_of(model, tmp_path / "run", share=False)
+    carl(config, console=QUIET, until=1)
+    one, two = told(config)[0], told(whole)[0]
+    for name in ("train/loss", "train/grad_norm", "rl/ratio", "rl/entropy"):
+        np.testing.assert_allclose(one[name], two[name], rtol=1e-4, atol=1e-6)
+    assert one["train/tokens"] == two["train/tokens"]
+
+
+def test_race_and_carl_together_mask_and_close(model, tmp_path):
+    config = config_of(
+        model,
+        tmp_path / "run",
+        steps=1,
+        logic=CoverConfig(epsilon=5.0, slots=2, rows=2),
+        loss=PolicyLossConfig(closure=0.5),
+    )
+    assert carl(config, console=QUIET) == 0
+    (record,) = told(config)
+    assert record["rl/cover_skips"] > 0
+    assert record["rl/closings_per_turn"] > 0 and record["rl/close_nats"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"baseline": "leave_one_out", "credit": "treerl"}, "a baseline of its own"),
+        ({"loss": PolicyLossConfig()}, "closure is 0.02 without covers"),
+        (
+            {"loss": PolicyLossConfig(closure=0.0, reduction="seq-mean-token-mean")},
+            "mean over the tokens",
+        ),
+        ({"loss": PolicyLossConfig(closure=0.0, adaptthink=0.1)}, "adaptthink is 0.1"),
+        ({"mesh": MeshConfig(context=2)}, "cannot be cut"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(tmp_path, changes, rule):
+    if "credit" in changes:
+        from race_jax.carl.advantages import Credit
+
+        changes = {**changes, "credit": Credit(changes["credit"])}
+    with pytest.raises(ValueError, match=rule):
+        config_of("model", tmp_path, **changes)
+
+
+def test_the_command_refuses_a_tree_without_episodes(capsys):
+    code = main(["carl", "--model", "m", "--out", "o", "--steps", "1", "--tree.first", "0"])
+    assert code == 2
+    assert "tree.first is 0; it must be at least 1" in capsys.readouterr().err
