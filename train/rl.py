@@ -88,17 +88,6 @@ class GroupLoop(PolicyLoop[Judged]):
         ]
         return items, numbers | told | {"rl/degenerate": float(np.mean(np.asarray(flat)))}
 
-
-def judged(
-    rollout: Rollout, tokens: TokenTrajectory, advantage: float, removed: tuple[int, ...] | None
-) -> Judged:
-    """A rollout as the update needs it; `removed` is None where LoGiC found no cover."""
-    if removed is None:
-        return Judged(tokens, sampled_logprobs(rollout), advantage)
-    # The first turn is kept without a test, so it says nothing about the need to reason.
-    kept = tuple(t for t in tokens.reasoned if t > 0 and t not in removed)
-    return Judged(tokens, sampled_logprobs(rollout), advantage, removed, kept)
-
     def rows(
         self, items: Sequence[Judged], closure: float
     ) -> tuple[dict[str, np.ndarray], RowStats]:
@@ -113,3 +102,14 @@ def judged(
             masking=config.loss.masking,
             reduction=config.loss.reduction,
         )
+
+
+def judged(
+    rollout: Rollout, tokens: TokenTrajectory, advantage: float, removed: tuple[int, ...] | None
+) -> Judged:
+    """A rollout as the update needs it; `removed` is None where LoGiC found no cover."""
+    if removed is None:
+        return Judged(tokens, sampled_logprobs(rollout), advantage)
+    # The first turn is kept without a test, so it says nothing about the need to reason.
+    kept = tuple(t for t in tokens.reasoned if t > 0 and t not in removed)
+    return Judged(tokens, sampled_logprobs(rollout), advantage, removed, kept)
