@@ -357,3 +357,47 @@ def test_what_is_forgotten_is_not_finished(rng):
     assert engine.poll()[0].reason == "length"
     engine.close()
     assert engine.poll() == []
+
+
+@families
+def test_a_fork_continues_from_its_origins_cache_at_any_token(rng, family):
+    # Three slots for four conversations: the last fork copies from the host.
+    made = sampler(family)
+    first = Request("origin", prompt(rng, 37), 25, (STOP,), seed=1)
+    made.submit(first)
+    grown = first.prompt + finish(made)["origin"].tokens
+    before = made.stats.prefilled
+    cuts = [37, 38, len(grown) - 2]
+    forks = {
+        f"fork {n}": Request(
+            f"fork {n}", grown[:cut] + prompt(rng, 5), 9, (STOP,), seed=n, origin="origin"
+        )
+        for n, cut in enumerate(cuts)
+    }
+    for request in forks.values():
+        made.submit(request)
+    found = finish(made)
+    for name, request in forks.items():
+        same(found[name], alone(family, request))
+    forwarded = made.stats.prefilled - before
+    if MODELS[family].recurrent:
+        # Its state at the fork is gone, so the prompt is forwarded again.
+        assert made.stats.forked == 0 and forwarded > sum(cuts)
+    else:
+        assert made.stats.forked == sum(cuts) and made.stats.parked
+        # All that is new but for its last token, which goes with the drawing.
+        assert forwarded == 4 * len(cuts)
+    # The origin itself goes on from where it stood, forked from or not.
+    again = Request("origin", grown + prompt(rng, 3), 5, (STOP,), seed=9)
+    before = made.stats.prefilled
+    made.submit(again)
+    same(finish(made)["origin"], alone(family, again))
+    assert made.stats.prefilled - before <= 3
+
+
+def test_a_fork_of_a_forgotten_origin_forwards_its_prompt(rng):
+    made = sampler("qwen3")
+    request = Request("fork", prompt(rng, 20), 4, (STOP,), seed=3, origin="gone")
+    made.submit(request)
+    same(finish(made)["fork"], alone("qwen3", request))
+    assert made.stats.forked == 0
