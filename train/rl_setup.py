@@ -21,6 +21,7 @@ from race_jax.metrics import check_trackers
 from race_jax.models import load_config, make_model
 from race_jax.models.sampler import LocalSampler
 from race_jax.packing import closing_id, decision_place
+from race_jax.rl_data import task_order
 from race_jax.rl_loss import actor_loss, actor_measures
 from race_jax.sharding import sharding_for
 from race_jax.tokenizer import load_tokenizer
@@ -67,6 +68,7 @@ class Run(TrainingRun):
             self.env_name, self.tasks = env.name, env.tasks(config.split)
         finally:
             env.close()
+        task_order(len(self.tasks), 0, 0, config.prompts)  # refuses a step with too many of them
         self.settings = {
             **dataclasses.asdict(config),
             "model_fingerprint": model_fingerprint(config.model),

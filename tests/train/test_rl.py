@@ -11,25 +11,18 @@ import jax
 import numpy as np
 import pytest
 import sft_samples
-from rich.console import Console
+from rl_samples import QUIET, config_of, judge_anew, state_of, told
 
-from race_jax.checkpoint import Checkpoints
-from race_jax.envs.factory import EnvironmentConfig
 from race_jax.rl_data import RowStats
-from race_jax.rollout.limits import RolloutConfig
 from race_jax.rollout.results import read_rollouts
 from race_jax.train import policy as loop
 from race_jax.train import rl_setup
 from race_jax.train.cli import main
-from race_jax.train.optimizer import OptimizerConfig
 from race_jax.train.policy import update_numbers
 from race_jax.train.rl import rl
-from race_jax.train.rl_config import CoverConfig, PolicyLossConfig, RlConfig
+from race_jax.train.rl_config import PolicyLossConfig
 from race_jax.train.samplers import SamplerConfig
-from race_jax.train.state import abstract_state
 from race_jax.train.step import ComputeConfig
-
-QUIET = Console(quiet=True)
 
 
 @pytest.fixture(scope="module")
@@ -37,53 +30,11 @@ def model(tmp_path_factory):
     return sft_samples.make_checkpoint(tmp_path_factory.mktemp("rl") / "model")
 
 
-def judge_anew(path):
-    """Rollouts with outcomes that their ids decide: a random model solves nothing by itself."""
-    for rollout in read_rollouts(path):
-        turns = rollout.tokens.turns if rollout.tokens else ()
-        number = sum(sum(turn.action) for turn in turns)
-        yield dataclasses.replace(rollout, reward=float(number % 5), success=number % 2 == 0)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def outcomes():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "read_rollouts", judge_anew)
         yield
-
-
-def config_of(model, out, **changes):
-    given = {
-        "model": str(model),
-        "out": str(out),
-        "steps": 3,
-        "env": EnvironmentConfig("potions", {"size": 4, "orders": 1}),
-        "prompts": 2,
-        "group": 3,
-        "rollout": RolloutConfig(max_turns=3, max_turn_tokens=40, max_tokens=320),
-        "sampler": SamplerConfig(slots=4, chunk=64),
-        "logic": CoverConfig(epsilon=5.0, slots=2, rows=2),
-        "loss": PolicyLossConfig(closure=0.5),
-        "optimizer": OptimizerConfig(lr=1e-2, schedule="constant", warmup=0.0),
-        "compute": ComputeConfig(dtype="float32"),
-        "rows": 12,
-        **changes,
-    }
-    return RlConfig(**given)
-
-
-def state_of(config):
-    with Checkpoints(f"{config.out}/checkpoints", read_only=True) as checkpoints:
-        assert checkpoints.latest is not None
-        run = rl_setup.Run(config)
-        like = abstract_state(run.trainee, run.rule, run.mesh)
-        return jax.tree.map(np.asarray, checkpoints.restore(checkpoints.latest, like))
-
-
-def told(config):
-    with open(f"{config.out}/metrics.jsonl") as file:
-        records = [json.loads(line) for line in file]
-    return [{k: v for k, v in r.items() if not k.startswith(("time/", "memory/"))} for r in records]
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +154,30 @@ def test_sigterm_saves_and_ends_well(model, tmp_path):
     records = told(config)
     assert int(state_of(config).step) == len(records)
     assert f"{len(records)} of 100000 steps done".encode() in output
+
+
+def test_a_run_that_is_killed_within_a_step_ends_with_the_same_numbers(whole, tmp_path):
+    config = dataclasses.replace(whole, out=str(tmp_path / "run"), save_every=1)
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import rl_samples\n"
+        "from race_jax.train import policy; policy.read_rollouts = rl_samples.judge_anew\n"
+        "policy_run = rl_samples.config_of(*sys.argv[2:4], save_every=1)\n"
+        "from race_jax.train.rl import rl; rl(policy_run)"
+    )
+    folder = Path(__file__).resolve().parents[1]
+    args = [sys.executable, "-c", script, folder, config.model, config.out]
+    child = subprocess.Popen([str(a) for a in args], env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    path = tmp_path / "run" / "rollouts" / "step_000002.jsonl"
+    end = time.monotonic() + 240
+    while not (path.exists() and path.read_bytes().count(b"\n") >= 1):
+        assert child.poll() is None
+        assert time.monotonic() < end, "the second step never began"
+        time.sleep(0.005)
+    child.kill()
+    child.wait()
+    assert rl(config, console=QUIET) == 0
+    jax.tree.map(np.testing.assert_array_equal, state_of(config), state_of(whole))
+    assert told(config) == told(whole)
 
 
 @pytest.mark.parametrize(
