@@ -15,6 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from race_jax import jsonl
+from race_jax.carl.advantages import Credit
 from race_jax.carl.criticality import Judgement, by_key, forked_states
 from race_jax.carl.forking import grow_trees
 from race_jax.carl.rows import Judged, make_tree_batch
@@ -88,7 +89,7 @@ class TreeLoop(PolicyLoop[Judged]):
         usable, numbers = self.usable(groups)
         trees = list(rebuild(r for group in groups for r in group.rollouts).values())
         grown = [tree for tree in trees if tree.edges]
-        credits = credit_trees(grown, self.config.credit, self.config.baseline)
+        credits = credit_trees(grown, Credit(self.config.credit), self.config.baseline)
         if not any(credit.trainable.any() for credit in credits):
             raise RunFailed(
                 "no tree of the step has a state with two actions: all forks were spoilt"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
-from race_jax.carl.advantages import Baseline, Credit
+from race_jax.carl.advantages import Baseline
 from race_jax.carl.forking import ForkConfig
 from race_jax.train.rl_config import CoverConfig, PolicyLossConfig, PolicyRunConfig
+
+CreditRule = Literal["carl", "treerl", "treerpo", "arpo", "outcome", "inherit"]
 
 
 def _plain_loss() -> PolicyLossConfig:
@@ -26,7 +29,8 @@ class CarlConfig(PolicyRunConfig):
 
     Attributes:
         tree: How a task's tree grows.
-        credit: How its edges are credited; `carl` is the paper's.
+        credit: How its edges are credited, by the names of `carl.advantages.Credit`; `carl` is the
+            paper's.
         baseline: What a value is compared with: `mean`, the paper's, over all children of a state;
             `leave_one_out` over the others, exactly unbiased.
         share: Lay each shared state out once per row in an update. Off for models that read rows in
@@ -34,7 +38,7 @@ class CarlConfig(PolicyRunConfig):
     """
 
     tree: ForkConfig = dataclasses.field(default_factory=ForkConfig)
-    credit: Credit = Credit.CARL
+    credit: CreditRule = "carl"
     baseline: Baseline = "mean"
     share: bool = True
     loss: PolicyLossConfig = dataclasses.field(default_factory=_plain_loss)
@@ -42,9 +46,9 @@ class CarlConfig(PolicyRunConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.baseline != "mean" and self.credit not in (Credit.CARL, Credit.INHERIT):
+        if self.baseline != "mean" and self.credit not in ("carl", "inherit"):
             raise ValueError(
-                f"baseline is {self.baseline} and credit {self.credit.value}, which has a baseline "
+                f"baseline is {self.baseline} and credit {self.credit}, which has a baseline "
                 "of its own; use mean."
             )
         if self.loss.reduction != "token-mean":

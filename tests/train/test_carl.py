@@ -156,10 +156,6 @@ def test_race_and_carl_together_mask_and_close(model, tmp_path):
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(tmp_path, changes, rule):
-    if "credit" in changes:
-        from race_jax.carl.advantages import Credit
-
-        changes = {**changes, "credit": Credit(changes["credit"])}
     with pytest.raises(ValueError, match=rule):
         config_of("model", tmp_path, **changes)
 

@@ -1,0 +1,42 @@
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from race_jax.carl.advantages import Credit
+from race_jax.train.carl_config import CreditRule
+from race_jax.train.cli import main
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+def parsed(path, monkeypatch, *flags):
+    seen = []
+    monkeypatch.setattr("race_jax.train.carl.carl", lambda config: seen.append(config) or 0)
+    assert main(["carl", "--config", str(path), *flags]) == 0
+    return seen[0]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("carl_*.yaml")), ids=lambda path: path.stem)
+def test_every_file_of_settings_is_whole(path, monkeypatch):
+    config = parsed(path, monkeypatch)
+    assert config.out == f"runs/{path.stem}"
+    assert f"configs/{path.name}" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "rate"),
+    [("qwen2_5_3b", 128, 5e-6), ("qwen2_5_7b", 128, 5e-6), ("qwen3_4b", 64, 1e-5)],
+)
+@pytest.mark.parametrize(("kind", "first"), [("carl", 8), ("carl_lite", 1)])
+def test_the_papers_settings(kind, first, model, batch, rate, monkeypatch):
+    config = parsed(CONFIGS / f"{kind}_deepsearch_{model}.yaml", monkeypatch)
+    assert (config.tree.first, config.tree.forks, config.tree.rule) == (first, 16, "density")
+    assert (config.prompts, config.optimizer.lr, config.steps) == (batch, rate, 100)
+    assert (config.credit, config.baseline, config.loss.closure) == ("carl", "mean", 0.0)
+    assert config.rollout.max_turns == 10 and not config.logic.enabled
+    assert config.env.settings["reward"] == "f1" and config.env.settings["format_reward"]
+
+
+def test_the_names_of_credit_are_those_of_the_rules():
+    assert set(get_args(CreditRule)) == {rule.value for rule in Credit}
