@@ -131,6 +131,14 @@ class TreeLoop(PolicyLoop[Judged]):
         self._note_states(states)
         return numbers
 
+    def summary(self, n: Mapping[str, float]) -> str:
+        """What the console says of a step, with the trees' cost."""
+        return (
+            f"{super().summary(n)}; {n['carl/rollout_actions']:.0f} actions sampled "
+            f"({n['carl/rollout_ratio']:.2f} of GRPO's), {n['carl/update_actions']:.0f} trained "
+            f"({n['carl/update_ratio']:.2f})"
+        )
+
     def _note_states(self, states: Sequence[Judgement]) -> None:
         """Write criticality by turn and by tool beside the step's rollouts."""
         table = {

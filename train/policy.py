@@ -8,7 +8,6 @@ its tree. The loop is all here; what it is made of stands in `rl_setup`.
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 import threading
 import time
@@ -18,7 +17,6 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from rich.console import Console
 
 from race_jax.checkpoint import Checkpoints
@@ -32,12 +30,12 @@ from race_jax.rollout.jobs import Job
 from race_jax.rollout.limits import request_seed
 from race_jax.rollout.loop import RunFailed, Runner
 from race_jax.rollout.measures import measure, stops_line
-from race_jax.rollout.results import Group, Rollout, RolloutFile, gather, read_rollouts
+from race_jax.rollout.results import Group, Rollout, gather, read_rollouts
 from race_jax.rollout.workers import make_host
 from race_jax.sharding import use_mesh
 from race_jax.train.interrupt import stop_requests
 from race_jax.train.rl_config import PolicyRunConfig
-from race_jax.train.rl_setup import Run, prepare, settings_of_step
+from race_jax.train.rl_setup import Run, fingerprint, open_rollouts, prepare, settings_of_step
 from race_jax.train.rl_watch import Guard, barren_notice, check_start, count_barren
 from race_jax.train.runtime import peak_memory
 from race_jax.train.state import TrainState
@@ -328,6 +326,19 @@ class PolicyLoop(abc.ABC, Generic[Item]):
         if text:
             self.console.print(text)
 
+    def summary(self, n: Mapping[str, float]) -> str:
+        """What the console says of a step, before its loss."""
+        text = (
+            f"success {n['rl/success']:.2f}, reasoning {n['rl/reasoning_tokens']:.0f}, "
+            f"skips {n['rl/skip_ratio']:.2f}"
+        )
+        if self.run.config.logic.enabled:
+            text += (
+                f", LoGiC removes {n['rl/cover_skips']:.2f}, "
+                f"closes where it keeps {n.get('rl/close_at_kept', 0):.2f}"
+            )
+        return text
+
     def _show(self, step: int, n: Mapping[str, float]) -> None:
         times = [n[f"time/{name}"] for name in ("rollout", "logic", "update")]
         shares = ", ".join(
@@ -335,12 +346,8 @@ class PolicyLoop(abc.ABC, Generic[Item]):
             for name, t in zip(("rollout", "LoGiC", "update"), times, strict=True)
         )
         self.console.print(
-            f"step {step}/{self.run.config.steps}: success {n['rl/success']:.2f}, "
-            f"reasoning {n['rl/reasoning_tokens']:.0f}, skips {n['rl/skip_ratio']:.2f}, "
-            f"LoGiC removes {n['rl/cover_skips']:.2f}, "
-            f"closes where it keeps {n.get('rl/close_at_kept', 0):.2f}, "
-            f"loss {n['train/loss']:.4f}; "
-            f"{sum(times):.1f} s: {shares}"
+            f"step {step}/{self.run.config.steps}: {self.summary(n)}, loss "
+            f"{n['train/loss']:.4f}; {sum(times):.1f} s: {shares}"
         )
 
 
@@ -367,24 +374,3 @@ def update_numbers(told: Mapping[str, float], stats: RowStats) -> Numbers:
     if told["closings"]:
         numbers["rl/close_nats"] = told["close_nats"] / told["closings"]
     return numbers
-
-
-@jax.jit
-def _norms(trained: Any) -> tuple[jax.Array, jax.Array]:
-    return optax.tree.norm(trained, ord=1), optax.tree.norm(trained)
-
-
-def fingerprint(state: TrainState) -> str:
-    """A name for the policy, which tells rollouts of another one apart."""
-    return "-".join(float(value).hex() for value in _norms(state.trained))
-
-
-def open_rollouts(path: Any, settings: Mapping[str, Any]) -> RolloutFile:
-    """A step's file; one that another policy left, before a checkpoint was lost, is replaced."""
-    try:
-        return RolloutFile(path, settings)
-    except ValueError:
-        for old in (path, path.with_suffix(".failed.jsonl")):
-            with contextlib.suppress(FileNotFoundError):
-                old.unlink()
-        return RolloutFile(path, settings)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from race_jax.chat import renderer_for
 from race_jax.checkpoint import Checkpoints
@@ -23,6 +25,7 @@ from race_jax.models.sampler import LocalSampler
 from race_jax.packing import closing_id, decision_place
 from race_jax.rl_data import task_order
 from race_jax.rl_loss import actor_loss, actor_measures
+from race_jax.rollout.results import RolloutFile
 from race_jax.sharding import sharding_for
 from race_jax.tokenizer import load_tokenizer
 from race_jax.train.optimizer import compute_params, make_optimizer, matrices, schedule
@@ -204,3 +207,24 @@ def settings_of_step(run: Run, step: int, fingerprint: str) -> dict[str, Any]:
         "sampler": config.sampler.dtype,
     }
     return {**given, "step": step, "policy": fingerprint}
+
+
+@jax.jit
+def _norms(trained: Any) -> tuple[jax.Array, jax.Array]:
+    return optax.tree.norm(trained, ord=1), optax.tree.norm(trained)
+
+
+def fingerprint(state: TrainState) -> str:
+    """A name for the policy, which tells rollouts of another one apart."""
+    return "-".join(float(value).hex() for value in _norms(state.trained))
+
+
+def open_rollouts(path: Any, settings: Mapping[str, Any]) -> RolloutFile:
+    """A step's file; one that another policy left, before a checkpoint was lost, is replaced."""
+    try:
+        return RolloutFile(path, settings)
+    except ValueError:
+        for old in (path, path.with_suffix(".failed.jsonl")):
+            with contextlib.suppress(FileNotFoundError):
+                old.unlink()
+        return RolloutFile(path, settings)
