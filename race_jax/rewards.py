@@ -1,4 +1,4 @@
-"""Rewards of answers: exact match and F1, as the field computes them."""
+"""Rewards of answers: exact match, F1 and format, as the field computes them."""
 
 from __future__ import annotations
 
@@ -90,6 +90,32 @@ def extract_answer(response: str) -> str | None:
     """
     found = _ANSWER.findall(response)
     return found[-1].strip() if found else None
+
+
+def format_reward(
+    generations: Sequence[str], actions: Sequence[str] = ("search", "access", "answer")
+) -> float:
+    """1 if every generation of an episode keeps the format, else 0.
+
+    A generation keeps it if each action's opening and closing tags are equally many, all actions
+    together open at most once, `</think>` stands there at most once, and neither `Assistant` nor
+    `assistant` does, which a model writes that plays the dialogue on by itself. An episode's reward
+    is the product of this and its answer's.
+
+    Args:
+        generations: What the policy wrote in each turn, reasoning included, and nothing else.
+        actions: Names of the tags that hold actions.
+
+    Reference: the format reward of ASearcher, with which CARL trains.
+    """
+    return float(all(_keeps_format(text, actions) for text in generations))
+
+
+def _keeps_format(text: str, actions: Sequence[str]) -> bool:
+    opened = [text.count(f"<{name}>") for name in actions]
+    closed = [text.count(f"</{name}>") for name in actions]
+    spoken = "Assistant" in text or "assistant" in text
+    return opened == closed and sum(opened) <= 1 and text.count("</think>") <= 1 and not spoken
 
 
 def _answers(golden: Sequence[str]) -> Sequence[str]:

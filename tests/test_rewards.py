@@ -1,6 +1,13 @@
 import pytest
 
-from race_jax.rewards import exact_match, extract_answer, f1, normalize_answer, set_f1
+from race_jax.rewards import (
+    exact_match,
+    extract_answer,
+    f1,
+    format_reward,
+    normalize_answer,
+    set_f1,
+)
 
 
 @pytest.mark.parametrize(
@@ -80,3 +87,40 @@ def test_golden_answers_are_a_list_with_something_in_it(score):
         score("Paris", "Paris")
     with pytest.raises(ValueError, match="golden is empty"):
         score("Paris", [])
+
+
+@pytest.mark.parametrize(
+    ("generation", "kept"),
+    [
+        ("I think so.</think>\n<search>Louvre</search>", 1.0),
+        ("<think>So.</think> <answer>Paris</answer>", 1.0),
+        ("no action at all", 1.0),
+        ("<search>Louvre", 0.0),  # one opening, no closing
+        ("Louvre</search>", 0.0),
+        ("<search>a</search><search>b</search>", 0.0),  # two actions
+        ("<search>a</search><answer>b</answer>", 0.0),
+        ("a</think>b</think><answer>c</answer>", 0.0),  # two closings
+        ("<answer>b</answer>\nassistant\n", 0.0),  # the next speaker is played too
+        ("<answer>b</answer> Assistant:", 0.0),
+    ],
+)
+def test_the_format_of_each_generation(generation, kept):
+    assert format_reward([generation]) == kept
+    assert format_reward(["<search>a</search>", generation, "<answer>b</answer>"]) == kept
+
+
+def test_the_format_counts_the_actions_that_are_named():
+    two = "<tool_call>a</tool_call><tool_call>b</tool_call>"
+    assert format_reward([two]) == 1.0
+    assert format_reward([two], ("tool_call",)) == 0.0
+    assert format_reward(["<search>"], ("tool_call",)) == 1.0
+    assert format_reward([]) == 1.0
+
+
+def test_the_product_of_format_and_f1():
+    # "in Paris" and "Paris": p = 1/2, r = 1, F1 = 2/3; the second generation acts twice.
+    good = ["<search>Louvre</search>", "<answer>in Paris</answer>"]
+    bad = ["<search>Louvre</search><search>x</search>", "<answer>in Paris</answer>"]
+    for generations, reward in ((good, 2 / 3), (bad, 0.0)):
+        answer = extract_answer(generations[-1])
+        assert format_reward(generations) * f1(answer, ["Paris"]) == pytest.approx(reward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 Call = Mapping[str, Any]
 """A tool call: `{"name": str, "arguments": mapping}`."""
@@ -80,6 +80,29 @@ class Environment(Protocol):
     def close(self) -> None:
         """Free all that the environment holds; a closed one can be reset again."""
         ...
+
+
+@runtime_checkable
+class TakesText(Protocol):
+    """An environment that takes a turn of text without a call, such as a final answer.
+
+    Attributes:
+        answer_tool: The tool to which the text goes, as its one required argument; empty for none.
+    """
+
+    answer_tool: str
+
+
+@runtime_checkable
+class RewardsFormat(Protocol):
+    """An environment whose reward may hang on the form of what the agent writes.
+
+    Attributes:
+        format_reward: Whether the reward is multiplied by `race_jax.rewards.format_reward` of the
+            turns, with `tool_call` as the one action.
+    """
+
+    format_reward: bool
 
 
 def check_split(split: str, splits: Iterable[str], name: str) -> None:

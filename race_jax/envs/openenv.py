@@ -41,6 +41,7 @@ class OpenEnvConfig:
         actions: `schema` makes one tool of the server's action schema, `tools` asks the environment
             for its tools (MCP), and `auto` asks where the action schema is that of such a call.
         tool: Name of the one tool.
+        answer_tool: The tool that a turn of text without a call goes to; empty for none.
         prompt: What the agent is told before the first observation, such as the task.
         system: System prompt.
         fields: Fields of the observation that the agent is shown; empty for all.
@@ -62,6 +63,7 @@ class OpenEnvConfig:
     address: str
     actions: Actions = "auto"
     tool: str = "act"
+    answer_tool: str = ""
     prompt: str = ""
     system: str = SYSTEM
     fields: Sequence[str] = ()
@@ -133,7 +135,7 @@ class OpenEnv:
 
     def __init__(self, config: OpenEnvConfig):
         self.config = config
-        self.system = config.system
+        self.system, self.answer_tool = config.system, config.answer_tool
         low, high = config.reward_range
         self.reward_range = (float(low), float(high))
         self._service = Service(

@@ -68,6 +68,9 @@ class DeepSearchConfig:
         dev: Questions to choose by.
         test: Questions to test on.
         reward: `f1`, `set_f1` (ASearcher's) or `em`; see `race_jax.rewards`.
+        format_reward: Whether the reward counts only if every turn keeps the format: at most one
+            call, whole, and at most one `</think>`.
+        text_answers: Whether a turn of text without a call is the answer.
         topk: Documents per search, at least 1.
         max_chars: The longest observation, in characters, at least 100; each document may take an
             equal share.
@@ -81,6 +84,8 @@ class DeepSearchConfig:
     dev: str | Sequence[str] = _sample("dev")
     test: str | Sequence[str] = _sample("test")
     reward: str = "f1"
+    format_reward: bool = False
+    text_answers: bool = False
     topk: int = 3
     max_chars: int = 4000
     timeout: float = 30.0
@@ -106,8 +111,9 @@ class Question(NamedTuple):
 class DeepSearch:
     """Question answering with search: any number of searches, then one answer.
 
-    The reward is that of the answer by `config.reward`; success is an exact match whatever the
-    reward. A search that fails, after retries, is told to the agent, and the episode goes on.
+    The reward is that of the answer by `config.reward`, or 0 where a turn breaks the format that
+    `config.format_reward` asks for; success is an exact match whatever the reward. A search that fails,
+    after retries, is told to the agent, and the episode goes on.
 
     Args:
         config: Questions, server and limits.
@@ -129,6 +135,8 @@ class DeepSearch:
 
     def __init__(self, config: DeepSearchConfig | None = None):
         self.config = config or DeepSearchConfig()
+        self.format_reward = self.config.format_reward
+        self.answer_tool = "answer" if self.config.text_answers else ""
         self._splits: dict[str, dict[str, Question]] = {}
         self._question: Question | None = None
         self.searches = self.failed_searches = 0

@@ -207,7 +207,7 @@ class AdaptEpisode:
         )
         tools = ", ".join(tool["function"]["name"] for tool in self._opening.tools)
         told += f"\n\nThe agent's tools: {tools}"
-        opening = self._opening._replace(tools=(), observation=told)
+        opening = self._opening._replace(tools=(), observation=told, answer_tool="")
         return self._start(PLANNER, opening, min(self.config.max_invalid, self._left))
 
     def _after(self, following: Next) -> Next:

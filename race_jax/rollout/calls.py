@@ -126,6 +126,24 @@ def _kept(text: str) -> CallChecker:
     return CallChecker(json.loads(text))
 
 
+def text_argument(tools: Tools, name: str) -> str:
+    """The one required argument of a tool.
+
+    Raises:
+        ValueError: There is no such tool, or it requires none or several.
+    """
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            required = (tool["function"].get("parameters") or {}).get("required", ())
+            if len(required) == 1:
+                return required[0]
+            raise ValueError(
+                f"tool {name!r} takes turns without a call, so it must require one argument, and "
+                f"not {len(required)}"
+            )
+    raise ValueError(f"there is no tool {name!r}, which is to take turns without a call")
+
+
 def plain_calls(turn: ParsedTurn) -> ParsedTurn:
     """The turn, in which a call whose arguments have no JSON form counts as malformed.
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from race_jax.chat import Renderer
 from race_jax.envs.base import Call, Step
-from race_jax.rollout.calls import checker_of, plain_calls
+from race_jax.rewards import format_reward
+from race_jax.rollout.calls import checker_of, plain_calls, text_argument
 from race_jax.rollout.jobs import Action, Job, Next, Opening
 from race_jax.rollout.limits import (
     MAX_REPLY,
@@ -27,6 +28,7 @@ from race_jax.rollout.manners import PLAIN, Manner, agreed, canonical
 from race_jax.rollout.protocol import Completion, Request
 from race_jax.rollout.results import Rollout, TurnNote
 from race_jax.rollout.spans import Spans, split_sampled
+from race_jax.tokenizer import spell
 from race_jax.toolcalls import ParsedCall
 from race_jax.trajectory_messages import short
 from race_jax.turns import ParsedTurn
@@ -66,6 +68,9 @@ class Episode:
         self._notes: list[TurnNote] = []
         self._calls = self._invalid_in_a_row = 0
         self._reward, self._success = 0.0, False
+        # What text without a call is taken as, and what was written where the form counts.
+        self._text_call: tuple[str, str] | None = None
+        self._written: list[str] | None = None
         # The turn in hand: its ids, the calls still to be answered, and the replies so far.
         self._open: tuple[Spans, Completion] | None = None
         self._waiting: list[tuple[ParsedCall, str | None]] = []
@@ -90,6 +95,10 @@ class Episode:
             own = tuple(tool.schema for tool in self.manner.tools)
             self._checker = checker_of((*opening.tools, *own))
             self._tools = (*opening.tools, *own)
+            if opening.answer_tool:
+                name = opening.answer_tool
+                self._text_call = name, text_argument(self._tools, name)
+            self._written = [] if opening.format_reward else None
             low, high = opening.reward_range
             self._reward = min(max(0.0, low), high)
             told = bound_text(opening.observation, self.config.max_observation)
@@ -164,11 +173,19 @@ class Episode:
 
     def _action(self, draft: Completion) -> str | None:
         """What a draft would do, in canonical form; None if it cannot be carried out."""
-        parsed = self._parse(draft)
-        faults = [self._checker.fault(call) for call in parsed.calls]
+        calls = self._calls_of(self._parse(draft))
+        faults = [self._checker.fault(call) for call in calls]
         if self._is_truncated(draft) or not faults or any(faults):
             return None
-        return canonical(parsed.calls)
+        return canonical(calls)
+
+    def _calls_of(self, parsed: ParsedTurn) -> tuple[ParsedCall, ...]:
+        """The calls of a turn; text alone is one too where the environment takes it."""
+        text = parsed.content.strip()
+        if parsed.calls or parsed.error or not text or self._text_call is None:
+            return parsed.calls
+        name, argument = self._text_call
+        return (ParsedCall("", name, {argument: text}, ""),)
 
     def _is_truncated(self, completion: Completion) -> bool:
         return completion.reason == "length" and completion.tokens[-1] not in self._stops
@@ -192,10 +209,11 @@ class Episode:
         self._messages.append(parsed.message())
         self._open = spans, completion
         self._replies, self._errors, self._carried, self._thought = [], [], 0, False
-        self._waiting = [
-            (call, self._refusal(n, call, truncated)) for n, call in enumerate(parsed.calls)
-        ]
-        if not parsed.calls:
+        calls = () if truncated and not parsed.calls else self._calls_of(parsed)
+        self._waiting = [(call, self._refusal(n, call, truncated)) for n, call in enumerate(calls)]
+        if self._written is not None:
+            self._written.append(spell(self.renderer.codec.decode(completion.tokens)))
+        if not calls:
             self._answer(None, self._no_call(parsed, truncated))
         return self._go_on()
 
@@ -226,7 +244,7 @@ class Episode:
 
     def _reply(self, call: ParsedCall | None, content: str) -> None:
         message: Message = {"role": "user", "content": content}
-        if call is not None:
+        if call is not None and call.id:
             message = {"role": "tool", "tool_call_id": call.id, "content": content}
             if call.name:
                 message["name"] = call.name
@@ -337,7 +355,7 @@ class Episode:
             sample=self.job.sample,
             messages=tuple(self._messages),
             tools=self._tools,
-            reward=self._reward,
+            reward=self._reward * format_reward(self._written or (), ("tool_call",)),
             success=self._success,
             stop=stop,
             error=error,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
-from race_jax.envs.base import Call, Environment, Step
+from race_jax.envs.base import Call, Environment, RewardsFormat, Step, TakesText
 from race_jax.rollout.jobs import Opening
 from race_jax.trajectory_messages import short
 
@@ -73,7 +73,14 @@ def opening_of(env: Environment, task: str) -> Opening:
         raise ValueError(
             f"its reward range is {short(span)}; it must be the least and the greatest"
         )
-    return Opening(system, tuple(env.tools), (low, high), told)
+    return Opening(
+        system,
+        tuple(env.tools),
+        (low, high),
+        told,
+        answer_tool=env.answer_tool if isinstance(env, TakesText) else "",
+        format_reward=isinstance(env, RewardsFormat) and env.format_reward,
+    )
 
 
 def step_of(env: Environment, call: Call) -> Step:

@@ -51,12 +51,16 @@ class Opening(NamedTuple):
         tools: Schemas of the tools.
         reward_range: Least and greatest reward.
         observation: What the agent is told first.
+        answer_tool: The tool that a turn of text without a call goes to; empty for none.
+        format_reward: Whether the reward is multiplied by that of the turns' form.
     """
 
     system: str
     tools: tuple[Mapping[str, Any], ...]
     reward_range: tuple[float, float]
     observation: str
+    answer_tool: str = ""
+    format_reward: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
