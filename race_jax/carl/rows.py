@@ -18,7 +18,15 @@ import numpy as np
 
 from race_jax.carl.advantages import EdgeCredit
 from race_jax.carl.tree import Tree
-from race_jax.packing import ACTION, OTHER, Example, make_example, next_in_segment, plan_rows
+from race_jax.packing import (
+    ACTION,
+    DECISION,
+    OTHER,
+    Example,
+    make_example,
+    next_in_segment,
+    plan_rows,
+)
 from race_jax.rl_data import Arrays, RowStats, closure_example, round_parts, sampled_logprobs
 
 Removed = Mapping[int, Collection[int]]
@@ -130,6 +138,7 @@ class _Layout:
         kinds = example.kinds[begin:end].copy()
         # The first id is a copy of the state's last one, which its own edge has if any.
         kinds[:1] = OTHER
+        asked = (kinds == DECISION) & (state.turn - 1 in self.kept(state.sample))
         if not trained:
             kinds[:] = OTHER
         completion = kinds != OTHER
@@ -148,7 +157,16 @@ class _Layout:
             "old_logprobs": np.where(completion, self.nats[state.sample][begin:end], 0),
             "advantages": np.where(completion, advantage, 0).astype(np.float32),
             "close_weight": np.zeros(end - begin, np.float32),
+            "asked": asked,
         }
+
+    def kept(self, sample: int) -> frozenset[int]:
+        """Turns of a successful rollout whose reasoning its cover tested and kept."""
+        removed = self.item.removed.get(sample)
+        tokens = self.item.tree.rollouts[sample].tokens
+        if removed is None or tokens is None:
+            return frozenset()
+        return frozenset(t for t in tokens.reasoned if t > 0 and t not in removed)
 
     def units(self, share: bool, length: int) -> list[Arrays]:
         """The whole update set, in parts of at most `length` ids.
@@ -211,6 +229,7 @@ class _Layout:
                 "positions": np.arange(count, dtype=np.int32),
                 "pieces": np.ones(count, np.int32),
                 "ends": np.full(count, count, np.int32),
+                "asked": np.zeros(count, bool),
             }
 
 

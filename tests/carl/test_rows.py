@@ -174,6 +174,12 @@ def test_the_update_with_shared_prefixes_is_the_one_without(items, renderer):
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(one[2])) > 1e-4
 
 
+def _above(tree, node):
+    while node >= 0:
+        yield int(node)
+        node = tree.nodes[node].parent
+
+
 def test_covers_mask_reasoning_and_bring_their_closures_once(items, renderer):
     item = items[0]
     thought = {
@@ -202,6 +208,17 @@ def test_covers_mask_reasoning_and_bring_their_closures_once(items, renderer):
             masked += len(turn.reasoning)
     assert stats.masked == masked == (batch["completion"] & ~batch["keep"]).sum() > 0
     assert plain["keep"].sum() == plain["completion"].sum() - masked
+    # Kept turns are those that reason, but the first of an episode and those removed: none here.
+    assert not batch["asked"].any()
+    spared = [item._replace(removed=dict.fromkeys(thought, ()))]
+    asked = batch_of(spared, renderer)[0]["asked"]
+    laid_out = {
+        n
+        for target in np.flatnonzero(item.credit.trainable)
+        for n in _above(tree, target)
+        if n and tree.nodes[n].turn - 1 in thought[tree.nodes[n].sample]
+    }
+    assert asked.sum() == len(laid_out) > 0
     bare, _ = batch_of(judged, renderer, masking=False)
     assert (bare["keep"] == bare["completion"]).all()
 
