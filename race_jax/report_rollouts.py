@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from race_jax import jsonl
 from race_jax.report_page import page_environment, page_hash
+from race_jax.report_trees import render_trees
 from race_jax.report_view import (
     block,
     message_text,
@@ -172,12 +173,17 @@ def write_rollouts(
     style = environment.get_template("report.css.jinja").render(count=0)
     style += environment.get_template("report_rollouts.css.jinja").render()
     script = environment.get_template("report_rollouts.js.jinja").render()
+    trees = render_trees(environment, rollouts, len(views))
+    if trees is not None:
+        style += environment.get_template("report_trees.css.jinja").render()
+        script += environment.get_template("report_trees.js.jinja").render()
     values: Mapping[str, Any] = {
         "title": title,
         "source": source,
         "totals": totals,
         "total": len(rollouts),
         "rollouts": views,
+        "trees": trees or "",
         "vocabulary": json.dumps(words.texts) if words else "",
         "style": Markup(style),
         "script": Markup(script),
