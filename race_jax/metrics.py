@@ -245,11 +245,38 @@ _PANELS: Sequence[tuple[str, Mapping[str, str]]] = (
         "share of turns",
         {"rl/skip_ratio": "sampled without reasoning", "rl/cover_skips": "removed by LoGiC"},
     ),
+    ("reasoning tokens per turn that has any", {"rl/thinking_tokens": ""}),
     ("-log-probability of closing, nats", {"rl/close_nats": "at removed turns"}),
+    ("probability of closing, in RL", {"rl/close_at_kept": "at turns that LoGiC kept"}),
+    ("lambda", {"rl/closure": ""}),
+    ("entropy, nats per token", {"rl/entropy": "estimated from sampled tokens"}),
+    (
+        "share of tokens",
+        {"rl/masked": "masked by the cover", "rl/clipped": "clipped, of those kept"},
+    ),
+    (
+        "share of groups and of decisions",
+        {
+            "rl/degenerate": "groups, all rewards equal",
+            "rl/uncertain": "LoGiC's decisions, uncertain",
+        },
+    ),
+    (
+        "seconds of a step",
+        {"time/rollout": "rollout", "time/logic": "LoGiC", "time/update": "update"},
+    ),
     ("norm of the gradient", {"train/grad_norm": ""}),
     ("learning rate", {"train/learning_rate": ""}),
     ("tokens per second", {"speed/tokens_per_second": ""}),
 )
+_FROM_ZERO = (
+    "reasoning tokens per episode",
+    "reasoning tokens per turn that has any",
+    "lambda",
+    "seconds of a step",
+    "learning rate",
+)
+"""Panels whose curves are amounts: a fall by half should look like one."""
 _COLOURS = ("#1b5e93", "#8f4a00", "#3a7d44")
 _MARKED = 40  # curves with fewer points show them
 
@@ -282,8 +309,10 @@ def plot_metrics(curves: Mapping[str, Curve], path: str | os.PathLike[str]) -> N
                 curve = curves[name]
                 marker = "o" if len(curve.steps) < _MARKED else None
                 axes.plot(*curve, color=colour, label=label, marker=marker, markersize=3)
-        if title.startswith("probability"):
+        if title.startswith(("probability", "share")):
             axes.set_ylim(-0.02, 1.02)
+        elif title in _FROM_ZERO:
+            axes.set_ylim(0, 1.05 * axes.dataLim.ymax or 1)
         axes.set(title=title, xlabel="step")
         axes.grid(True, color="#d8dde2", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)

@@ -138,14 +138,14 @@ def test_a_run_that_begins_anew_keeps_nothing_and_other_processes_write_nothing(
 
 
 def test_every_curve_lies_within_its_panel(tmp_path, monkeypatch):
-    """Log-probabilities leave [0, 1], where only probabilities are confined."""
+    """Log-probabilities leave [0, 1], where only probabilities and shares are confined."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
-    names = [name for _, panel in metrics._PANELS for name in panel]
-    curves = {
-        name: Curve([1, 2], [0.0, 1.0] if name.startswith("eval/close_on") else [-7.0, 8.0])
-        for name in names
-    }
+    curves = {}
+    for title, panel in metrics._PANELS:
+        share = title.startswith(("probability", "share"))
+        span = [0.0, 1.0] if share else [0.0 if title in metrics._FROM_ZERO else -7.0, 8.0]
+        curves |= {name: Curve([1, 2], span) for name in panel}
     plot_metrics(curves, tmp_path / "curves.png")
     drawn = [axes for axes in figures[0].axes if axes.lines]
     assert len(drawn) == len(metrics._PANELS)
