@@ -11,17 +11,23 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from race_jax.logprobs import token_logprobs
 from race_jax.models import Model, ModelConfig, init_model, param_axes
+from race_jax.packing import OTHER, Example, fill_rows, make_example
+from race_jax.train.optimizer import LoraConfig
+from race_jax.train.state import Trainee, init_state
+from race_jax.train.step import ComputeConfig, make_step, sft_loss
 from race_jax.types import Params, TokenTrajectory
+
+COMPUTE = ComputeConfig("float32", remat="none", head_chunk=4096)
+"""How an update computes: a model this small needs no memory saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,27 +78,6 @@ class TinyTraining:
             raise ValueError("training.drill_steps and training.steps are both 0; train a little")
 
 
-class Batch(NamedTuple):
-    """Rows to train on.
-
-    Attributes:
-        tokens: int32 [B, T], padded with 0 at the end.
-        places: int32 [B, P], positions whose next token is trained on; 0 where unused.
-        weights: float32 [B, P], 1 at used places, else 0.
-    """
-
-    tokens: np.ndarray
-    places: np.ndarray
-    weights: np.ndarray
-
-
-class Row(NamedTuple):
-    """A sequence and which of its tokens are trained on."""
-
-    tokens: list[int]
-    loss_mask: list[bool]
-
-
 def tiny_config(vocab_size: int, context: int = 1024) -> ModelConfig:
     """The shape of the quickstart's model: Qwen3 with two layers, about 350 thousand weights."""
     return ModelConfig.from_hf(
@@ -136,37 +121,18 @@ def fresh_model(config: ModelConfig, seed: int) -> Model:
     return dataclasses.replace(model, params=params)
 
 
-def row(episode: TokenTrajectory, removed: Collection[int] = ()) -> Row:
-    """An episode as a row: reasoning and actions are trained on, removed blocks are not."""
-    tokens, mask = list(episode.prompt), [False] * len(episode.prompt)
-    for t, turn in enumerate(episode.turns):
-        kept = bool(turn.reasoning) and t not in removed
-        last = t + 1 == len(episode.turns)
-        observation = () if last else turn.observation
-        for ids, trained in (
-            (turn.reasoning if kept else turn.skip, kept),
-            (turn.action, True),
-            (observation, False),
-        ):
-            tokens += ids
-            mask += [trained] * len(ids)
-    return Row(tokens, mask)
+def lesson(episode: TokenTrajectory, removed: Collection[int] = ()) -> Example:
+    """An episode to train on: reasoning and actions are learnt, closing at once is not.
 
-
-def batch(rows: Sequence[Row], length: int, places: int) -> Batch:
-    """Rows as arrays [B, `length`] with `places` trained tokens at most."""
-    shape = (len(rows), places)
-    out = Batch(
-        np.zeros((len(rows), length), np.int32),
-        np.zeros(shape, np.int32),
-        np.zeros(shape, np.float32),
-    )
-    for b, (tokens, mask) in enumerate(rows):
-        out.tokens[b, : len(tokens)] = tokens
-        trained = [i - 1 for i in range(1, len(tokens)) if mask[i]]
-        out.places[b, : len(trained)] = trained
-        out.weights[b, : len(trained)] = 1.0
-    return out
+    Args:
+        episode: The episode.
+        removed: Turns that are taken without their reasoning.
+    """
+    example = make_example(episode, 0, removed)
+    for (begin, _, skips), turn in zip(example.turns, episode.turns, strict=True):
+        if skips:
+            example.kinds[begin : begin + len(turn.skip)] = OTHER
+    return example
 
 
 def lessons(
@@ -174,10 +140,16 @@ def lessons(
     drills: Sequence[TokenTrajectory],
     settings: TinyTraining,
     seed: int,
-) -> Iterator[Batch]:
+) -> Iterator[tuple[Mapping[str, np.ndarray], int]]:
     """The batches of a whole training: drills first, then episodes with blocks emptied at random.
 
     Each pass over the episodes is in a new order, and empties other blocks.
+
+    Returns:
+        Arrays [B, T] as `fill_rows` makes them, and the most places with loss in a row.
+
+    Raises:
+        ValueError: There is nothing of what the settings ask for.
     """
     rng = random.Random(f"lessons {seed}")
     for kind, items, steps, size in (
@@ -186,10 +158,10 @@ def lessons(
     ):
         if steps and not items:
             raise ValueError(f"{steps} updates on {kind} are asked for, but there are none")
-        full = [row(item) for item in items]
-        # Few widths, so that few programs are compiled.
-        length = -(-max((len(r.tokens) for r in full), default=0) // 16) * 16
-        places = -(-max((sum(r.loss_mask) for r in full), default=0) // 16) * 16
+        full = [lesson(item) for item in items]
+        # One width and one number of places, so that one program is compiled.
+        length = -(-max((len(e.tokens) for e in full), default=0) // 16) * 16
+        places = -(-max((np.sum(e.kinds != OTHER) for e in full), default=0) // 16) * 16
         order: list[int] = []
         for _ in range(steps):
             rows = []
@@ -197,28 +169,15 @@ def lessons(
                 order = order or rng.sample(range(len(items)), len(items))
                 i = order.pop()
                 emptied = kind == "episodes" and rng.random() < settings.emptied
-                rows.append(row(items[i], _some(rng, len(items[i].turns))) if emptied else full[i])
-            yield batch(rows, length, places)
+                some = lesson(items[i], _some(rng, len(items[i].turns))) if emptied else full[i]
+                rows.append([{"tokens": some.tokens, "kinds": some.kinds}])
+            yield fill_rows(rows, length), min(int(places), length)
 
 
 def _some(rng: random.Random, turns: int) -> set[int]:
     """Turns to empty: each with the same chance, which itself is drawn per episode."""
     chance = rng.random()
     return {t for t in range(turns) if rng.random() < chance}
-
-
-def loss_sum(model: Model, params: Params, data: Batch) -> tuple[jax.Array, jax.Array]:
-    """Negative log-likelihood of the trained tokens: its sum in nats, and their number."""
-    tokens = jnp.asarray(data.tokens)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    # Padding stands at the end only, where no trained token sees it.
-    hidden = model.forward(params, tokens, positions, jnp.ones_like(tokens))
-    before = jnp.take_along_axis(hidden, data.places[..., None], axis=1)
-    targets = jnp.take_along_axis(tokens, data.places + 1, axis=1)
-    logprobs = token_logprobs(
-        before.reshape(-1, before.shape[-1]), model.head(params), targets.reshape(-1), chunk=4096
-    )
-    return -jnp.sum(logprobs * data.weights.reshape(-1)), jnp.sum(data.weights)
 
 
 def optimizer(model: Model, settings: TinyTraining) -> optax.GradientTransformation:
@@ -254,32 +213,24 @@ def matrix_axes(config: ModelConfig) -> Any:
 
 def train(
     model: Model,
-    batches: Iterator[Batch],
+    batches: Iterator[tuple[Mapping[str, np.ndarray], int]],
     settings: TinyTraining,
-    report: Callable[[int, float], None] = lambda step, loss: None,
+    report: Callable[[int, float, Params], None] = lambda step, loss, params: None,
 ) -> Model:
     """Update the model once per batch; returns the trained model.
 
     Args:
         model: Where to start.
-        batches: One batch per update.
+        batches: From `lessons`, one per update.
         settings: Rates and their schedule.
-        report: Called after each update with its number, from 1, and the loss in nats per token.
+        report: Called after each update with its number, from 1, the loss in nats per token, and
+            the parameters, which the next update overwrites.
     """
-    rule = optimizer(model, settings)
-
-    @jax.jit
-    def update(params: Params, state: Any, data: Batch) -> tuple[Params, Any, jax.Array]:
-        def mean(params: Params) -> jax.Array:
-            total, count = loss_sum(model, params, data)
-            return total / jnp.maximum(count, 1.0)
-
-        loss, gradient = jax.value_and_grad(mean)(params)
-        updates, state = rule.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    params, state = model.params, rule.init(model.params)
-    for step, data in enumerate(batches, 1):
-        params, state, loss = update(params, state, data)
-        report(step, float(loss))
-    return dataclasses.replace(model, params=params)
+    trainee, rule = Trainee(model, {}, LoraConfig()), optimizer(model, settings)
+    update = make_step(trainee, rule, sft_loss, COMPUTE)
+    state = init_state(trainee, rule, model.params, jax.random.key(0))
+    for step, (batch, places) in enumerate(batches, 1):
+        arrays = {name: jnp.asarray(values) for name, values in batch.items()}
+        state, told = update(state, {}, arrays, places)
+        report(step, float(told["loss"]), state.trained)
+    return dataclasses.replace(model, params=state.trained)

@@ -1,28 +1,31 @@
 import functools
 import inspect
-import io
+import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from race_jax.chat import renderer_for
 from race_jax.models import load_model
 from race_jax.report import read_records
+from race_jax.rollout.results import read_rollouts
 from race_jax.tokenizer import load_tokenizer
-from race_jax.train import cli
+from race_jax.train import cli, story
 from race_jax.train import quickstart as module
-from race_jax.train.quickstart import cover_table, quickstart
+from race_jax.train.quickstart import MODELS, evaluation_of, quickstart
 from race_jax.trajectories import read
 
-SMALL = {
+SHORT = {
     "episodes": 6,
-    "held_out": 2,
+    "held_out": 3,
     "epsilon": "0.01,0.1",
+    "cover_epsilon": 0.1,
     "size": 4,
     "drill_steps": 1,
     "steps": 2,
+    "short": True,
 }
+SMALL = SHORT | {"short": False, "cover_steps": 1, "rl_steps": 1, "rl_prompts": 1, "tasks": 2}
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +36,15 @@ def made(tmp_path_factory):
 
 
 def weights(out):
-    file = out / "model" / "model.safetensors"
-    return file.stat().st_mtime_ns, file.read_bytes()
+    files = sorted(out.glob("**/model.safetensors"))
+    return [(file, file.stat().st_mtime_ns, file.read_bytes()) for file in files]
 
 
 def test_it_leaves_trajectories_a_model_covers_and_a_page(made):
     train, held_out = (
         list(read(made / name, strict=True)) for name in ("train.jsonl", "held_out.jsonl")
     )
-    assert (len(train), len(held_out)) == (6, 2)
+    assert (len(train), len(held_out)) == (6, 3)
     assert not {item.id for item in train} & {item.id for item in held_out}
     assert all(item.success and len(item.extra["needed"]) in (8, 10) for item in held_out)
 
@@ -73,13 +76,29 @@ def test_transformers_reads_the_model_that_it_leaves(made):
     assert means == pytest.approx(record["loglik_full"], abs=1e-4)
 
 
+def test_it_ends_with_every_model_evaluated_on_the_same_tasks(made):
+    results = json.loads((made / "results.json").read_text())
+    assert [row["name"] for row in results] == ["base", "SFT", "RACE-SFT", "RACE-SFT-RL"]
+    tasks = []
+    for (_, model), row in zip(MODELS, results, strict=True):
+        rollouts = list(read_rollouts(made / evaluation_of(model)))
+        tasks.append({rollout.task for rollout in rollouts})
+        assert row["all"]["episodes"] == len(rollouts) == 2
+        assert row["solved"]["episodes"] == sum(rollout.success for rollout in rollouts)
+    assert all(names == tasks[0] and len(names) == 2 for names in tasks)
+    assert len({data for _, _, data in weights(made)}) == 4
+    for name in ("sweep.png", "results.png", "rl.png"):
+        assert (made / name).read_bytes().startswith(b"\x89PNG")
+    assert "RACE-SFT-RL" in (made / "rollouts.html").read_text(encoding="utf-8")
+
+
 def test_a_second_run_keeps_what_is_finished(made, capsys):
     before = weights(made), (made / "covers.jsonl").read_bytes()
     assert quickstart(out=str(made), **SMALL) == 0
     assert (weights(made), (made / "covers.jsonl").read_bytes()) == before
     said = capsys.readouterr().out
-    assert "1. trajectories: done in an earlier run, kept" in said
-    assert "2. training: done in an earlier run, kept" in said
+    assert said.count("done in an earlier run, kept") == 9
+    assert "The story" in said and "Against the turns" in said
 
 
 def test_it_names_commands_that_run_as_they_stand(made, capsys):
@@ -92,29 +111,22 @@ def test_it_names_commands_that_run_as_they_stand(made, capsys):
     assert (made / "mine.html").is_file()
 
 
-def test_a_run_stopped_in_training_goes_on_from_its_trajectories(tmp_path, monkeypatch, capsys):
-    out = tmp_path / "q"
+def test_a_run_of_rl_cut_short_by_a_signal_is_no_result_and_goes_on(made, monkeypatch, capsys):
+    real, asked = story.rl, []
 
-    def stop(*_):
-        raise KeyboardInterrupt
+    def cut(config, *, console):
+        asked.append(1)
+        return real(config, console=console, until=1 if len(asked) == 1 else None)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "_train", stop)
-        with pytest.raises(KeyboardInterrupt):
-            quickstart(out=str(out), **SMALL)
-    first = (out / "train.jsonl").stat().st_mtime_ns
-
-    trained = []
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "_train", lambda *_: trained.append(1))
-        patch.setattr(module, "_compress", stop)
-        for _ in range(2):
-            with pytest.raises(KeyboardInterrupt):
-                quickstart(out=str(out), **SMALL)
-    # The second training left no model, so it ran twice; the trajectories stayed.
-    assert trained == [1, 1]
-    assert (out / "train.jsonl").stat().st_mtime_ns == first
-    assert "1. trajectories: done in an earlier run, kept" in capsys.readouterr().out
+    monkeypatch.setattr(story, "rl", cut)
+    longer = SMALL | {"rl_steps": 2}
+    with pytest.raises(KeyboardInterrupt):
+        quickstart(out=str(made), **longer)
+    assert not (made / "race_sft_rl" / "model").exists()
+    assert quickstart(out=str(made), **longer) == 0
+    lines = (made / "race_sft_rl" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert "4. RACE-SFT, on the covers: done in an earlier run, kept" in capsys.readouterr().out
 
 
 def stages(out, monkeypatch, **settings):
@@ -123,25 +135,26 @@ def stages(out, monkeypatch, **settings):
 
     def train(work, *_):
         done.append("training")
-        Path(work["model"]).mkdir(exist_ok=True)
-        for name in module.MODEL_FILES:
-            Path(work["model"], name).touch()
+        for folder in ("base", "model"):
+            Path(work[folder]).mkdir(exist_ok=True)
+            for name in story.MODEL_FILES:
+                Path(work[folder], name).touch()
 
-    def compress(work, epsilon):
+    def compress(*_):
         raise KeyboardInterrupt
 
-    write = module.write
+    write = story.write
 
     def noted(path, items):
         done.append(Path(path).name)
         return write(path, items)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_train", train)
-        patch.setattr(module, "_compress", compress)
-        patch.setattr(module, "write", noted)
+        patch.setattr(story, "_train", train)
+        patch.setattr(story, "logic", compress)
+        patch.setattr(story, "write", noted)
         with pytest.raises(KeyboardInterrupt):
-            quickstart(out=str(out), **SMALL | settings)
+            quickstart(out=str(out), **SHORT | settings)
     return done
 
 
@@ -151,7 +164,7 @@ def test_only_stages_that_the_settings_touch_are_done_again(tmp_path, monkeypatc
     assert stages(out, monkeypatch) == every
     assert stages(out, monkeypatch) == []
     assert stages(out, monkeypatch, steps=3) == ["training"]
-    assert stages(out, monkeypatch, steps=3, held_out=3) == every[:2]
+    assert stages(out, monkeypatch, steps=3, held_out=4) == every[:2]
     assert stages(out, monkeypatch, seed=1) == every
     assert stages(out, monkeypatch, seed=1, fresh=True) == every
     (out / "train.jsonl").write_bytes((out / "train.jsonl").read_bytes() + b"\n")
@@ -162,59 +175,27 @@ def test_only_stages_that_the_settings_touch_are_done_again(tmp_path, monkeypatc
     assert stages(out, monkeypatch, seed=1) == ["training"]
 
 
-@pytest.mark.parametrize("notes", ['{"1. traj', "", "[1]", "null"])
-def test_notes_that_cannot_be_read_count_for_nothing(tmp_path, monkeypatch, notes):
-    out = tmp_path / "q"
-    stages(out, monkeypatch)
-    (out / "quickstart.json").write_text(notes)
-    assert stages(out, monkeypatch) == ["train.jsonl", "held_out.jsonl", "training"]
-
-
 def test_covers_of_another_model_are_made_anew(tmp_path, monkeypatch):
-    work = module.Workspace(str(tmp_path / "q"), Console(quiet=True))
-    for name in ("model", "held_out.jsonl"):
-        (work.path / name).write_text("") if "." in name else (work.path / name).mkdir()
-    (work.path / "model" / "config.json").write_text("one")
-    seen = []
+    out, seen = tmp_path / "q", []
+    stages(out, monkeypatch)
 
     def logic(model, trajectories, out, epsilon):
         seen.append(Path(out).exists())
         Path(out).write_text("lines")
-        return 0
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "logic", logic)
-    module._compress(work, "0.1")
-    module._compress(work, "0.1")
-    module._compress(work, "0.1,0.2")
-    (work.path / "model" / "config.json").write_text("two")
-    module._compress(work, "0.1,0.2")
+    monkeypatch.setattr(story, "logic", logic)
+
+    def run(**settings):
+        with pytest.raises(KeyboardInterrupt):
+            quickstart(out=str(out), **SHORT | settings)
+
+    run()
+    run()
+    run(epsilon="0.1,0.2")
+    (out / "model" / "config.json").write_text("two")
+    run(epsilon="0.1,0.2")
     assert seen == [False, True, False, False]
-
-
-def record(name, epsilon, decisions):
-    turns = [
-        {"decision": decision, "tested": t > 0, "reasoning_tokens": tokens}
-        for t, (decision, tokens) in enumerate(decisions)
-    ]
-    return {"id": name, "epsilon": epsilon, "turns": turns}
-
-
-def test_the_table_counts_tested_turns_by_hand():
-    records = [
-        record("a", 0.1, [("THINK", 7), ("SKIP", 5), ("THINK", 7), ("THINK", 5)]),
-        record("b", 0.1, [("THINK", 7), ("SKIP", 7), ("THINK", 6)]),
-        record("a", 0.5, [("THINK", 7), ("SKIP", 5), ("SKIP", 7), ("SKIP", 5)]),
-        record("b", 0.5, [("THINK", 7), ("SKIP", 7), ("SKIP", 6)]),
-    ]
-    needed = {"a": [True, False, True, False], "b": [True, True, True]}
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(cover_table(records, needed))
-    rows = [line.split("│")[1:-1] for line in console.export_text().splitlines() if "%" in line]
-    # 0.1: 2 of 7 turns skipped; 12 of 44 tokens; tested needed turns: a3, b2, b3, of which a3 and
-    # b3 are kept; kept tested turns: a3, a4, b3.
-    assert [cell.strip() for cell in rows[0]] == ["0.1", "28.6%", "27.3%", "66.7%", "66.7%"]
-    # 0.5: nothing tested is kept: 30 of 44 tokens saved, precision of nothing is no number.
-    assert [cell.strip() for cell in rows[1]] == ["0.5", "71.4%", "68.2%", "0.0%", "-"]
 
 
 @pytest.mark.parametrize(
@@ -224,19 +205,22 @@ def test_the_table_counts_tested_turns_by_hand():
         ({"episodes": -1}, "--episodes -1"),
         ({"seed": -1}, "--seed -1: it must be from 0"),
         ({"epsilon": "0.1,x"}, "'x' is not a number"),
+        ({"cover_epsilon": 0.2}, "--cover-epsilon 0.2: it must be one of --epsilon 0.01,0.1"),
+        ({"rl_steps": 0}, "--rl-steps 0: it must be from 1"),
+        ({"tasks": 0}, "--tasks 0: it must be from 1"),
         ({"size": 3}, "size is 3"),
         ({"steps": -1}, "training.steps is -1"),
     ],
 )
 def test_settings_out_of_range_are_named_before_any_work(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
-        quickstart(out=str(tmp_path / "q"), **settings)
+        quickstart(out=str(tmp_path / "q"), **SMALL | settings)
     assert not (tmp_path / "q").exists()
 
 
 def test_files_that_are_not_its_own_are_left_alone(tmp_path):
     (tmp_path / "train.jsonl").write_text("mine")
-    with pytest.raises(ValueError, match=r"holds train\.jsonl, which no quickstart made"):
+    with pytest.raises(ValueError, match=r"holds train\.jsonl, which is of no earlier run"):
         quickstart(out=str(tmp_path), **SMALL)
     assert (tmp_path / "train.jsonl").read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]

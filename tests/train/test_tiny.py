@@ -7,8 +7,12 @@ import optax
 import pytest
 
 from race_jax.models import ModelConfig
+from race_jax.packing import OTHER, fill_rows
 from race_jax.train import tiny
-from race_jax.train.tiny import Row, TinyTraining
+from race_jax.train.optimizer import LoraConfig
+from race_jax.train.state import Trainee
+from race_jax.train.step import loss_and_gradient, sft_loss
+from race_jax.train.tiny import TinyTraining
 from race_jax.types import TokenTrajectory, TokenTurn
 
 CONFIG = ModelConfig.from_hf(
@@ -48,70 +52,54 @@ def model():
     return dataclasses.replace(fresh, params=jax.tree.unflatten(tree, moved))
 
 
-def test_a_row_trains_reasoning_and_actions_and_drops_the_last_observation():
+def trained(example):
+    return example.tokens[example.kinds != OTHER].tolist()
+
+
+def test_a_lesson_trains_reasoning_and_actions_and_drops_the_last_observation():
     # prompt 1 2 | 10 11 > 12 | 3 4 | (no reasoning: 20 21) > 13 14 | 5 | 15 > 16
-    row = tiny.row(EPISODE)
-    assert row.tokens == [1, 2, 10, 11, 12, 3, 4, 20, 21, 13, 14, 5, 15, 16]
-    assert [t for t, m in zip(*row, strict=True) if m] == [10, 11, 12, 13, 14, 15, 16]
+    lesson = tiny.lesson(EPISODE)
+    assert lesson.tokens.tolist() == [1, 2, 10, 11, 12, 3, 4, 20, 21, 13, 14, 5, 15, 16]
+    assert trained(lesson) == [10, 11, 12, 13, 14, 15, 16]
 
 
 def test_a_removed_block_stands_as_the_skip_form_and_is_not_trained_on():
-    row = tiny.row(EPISODE, {0})
-    assert row.tokens == [1, 2, 20, 21, 12, 3, 4, 20, 21, 13, 14, 5, 15, 16]
-    assert [t for t, m in zip(*row, strict=True) if m] == [12, 13, 14, 15, 16]
-    scored = EPISODE.assemble({0}).tokens[: len(row.tokens)]
-    assert row.tokens == scored.tolist()
+    lesson = tiny.lesson(EPISODE, {0})
+    assert lesson.tokens.tolist() == [1, 2, 20, 21, 12, 3, 4, 20, 21, 13, 14, 5, 15, 16]
+    assert trained(lesson) == [12, 13, 14, 15, 16]
+    scored = EPISODE.assemble({0}).tokens[: len(lesson.tokens)]
+    assert lesson.tokens.tolist() == scored.tolist()
 
 
-def test_a_batch_points_at_the_places_before_the_trained_tokens():
-    made = tiny.batch([Row([5, 6, 7, 8], [False, True, False, True]), Row([9], [True])], 6, 3)
-    assert made.tokens.tolist() == [[5, 6, 7, 8, 0, 0], [9, 0, 0, 0, 0, 0]]
-    # Tokens 1 and 3 are predicted at places 0 and 2; nothing predicts a first token.
-    assert made.places.tolist() == [[0, 2, 0], [0, 0, 0]]
-    assert made.weights.tolist() == [[1, 1, 0], [0, 0, 0]]
+def rows_of(lessons, length):
+    return fill_rows([[{"tokens": x.tokens, "kinds": x.kinds}] for x in lessons], length)
 
 
 def test_the_loss_is_the_sum_over_the_trained_tokens(model):
-    rows = [tiny.row(EPISODE, {0}), tiny.row(EPISODE)]
-    loss = jax.jit(lambda params, data: tiny.loss_sum(model, params, data))
-    total, count = loss(model.params, tiny.batch(rows, 16, 8))
+    lessons = [tiny.lesson(EPISODE, {0}), tiny.lesson(EPISODE)]
+    batch = {name: jnp.asarray(x) for name, x in rows_of(lessons, 16).items()}
+    trainee = Trainee(model, {}, LoraConfig())
+
+    @jax.jit
+    def loss(params, batch):
+        return loss_and_gradient(trainee, params, {}, batch, sft_loss, tiny.COMPUTE, 8)[:2]
+
+    total, count = loss(model.params, batch)
     forward = jax.jit(model.forward)
-    expected, trained = 0.0, 0
-    for tokens, mask in rows:
-        ids = jnp.asarray([tokens])
-        places = jnp.arange(len(tokens))[None]
+    expected, number = 0.0, 0
+    for lesson in lessons:
+        ids = jnp.asarray(lesson.tokens[None])
+        places = jnp.arange(ids.shape[1])[None]
         hidden = forward(model.params, ids, places, jnp.ones_like(ids))[0]
         logits = np.asarray(hidden, np.float64) @ np.asarray(model.head(model.params), np.float64).T
-        for i in range(1, len(tokens)):
-            if mask[i]:
+        for i in range(1, ids.shape[1]):
+            if lesson.kinds[i] != OTHER:
                 row = logits[i - 1]
-                expected -= row[tokens[i]] - row.max() - np.log(np.exp(row - row.max()).sum())
-                trained += 1
-    assert int(count) == trained == 12
+                token = lesson.tokens[i]
+                expected -= row[token] - row.max() - np.log(np.exp(row - row.max()).sum())
+                number += 1
+    assert int(count) == number == 12
     np.testing.assert_allclose(total, expected, rtol=1e-5)
-
-
-@pytest.fixture(scope="module")
-def loss_and_gradient(model):
-    def mean(params, data):
-        total, count = tiny.loss_sum(model, params, data)
-        return total / jnp.maximum(count, 1.0)
-
-    return jax.jit(jax.value_and_grad(mean))
-
-
-def test_padding_changes_neither_loss_nor_gradient(model, loss_and_gradient):
-    rows = [tiny.row(EPISODE, {0}), tiny.row(EPISODE)]
-    tight = loss_and_gradient(model.params, tiny.batch(rows, 14, 7))
-    wide = loss_and_gradient(model.params, tiny.batch(rows, 40, 19))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), tight, wide)
-
-
-def test_rows_without_trained_tokens_give_zero_loss_and_no_gradient(model, loss_and_gradient):
-    data = tiny.batch([Row([1, 2, 3], [False] * 3)] * 2, 40, 19)
-    loss, gradient = loss_and_gradient(model.params, data)
-    assert loss == 0.0
-    assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradient))
 
 
 def test_a_fresh_model_passes_the_embedding_through():
@@ -175,22 +163,26 @@ def test_the_rates_rise_stay_and_fall():
 def test_lessons_begin_with_drills_and_repeat_for_equal_seeds():
     drills = [TokenTrajectory("d", (8,), (TokenTurn((9,), (), (), ()),))]
     settings = TinyTraining(drill_steps=2, drill_batch=3, steps=4, batch=5)
-    batches = list(tiny.lessons([EPISODE], drills, settings, 0))
-    assert [len(b.tokens) for b in batches] == [3, 3, 5, 5, 5, 5]
-    assert all(b.tokens[0, :2].tolist() == [8, 9] for b in batches[:2])
-    assert all(b.tokens[:, :2].tolist() == [[1, 2]] * 5 for b in batches[2:])
-    assert len({b.tokens.shape for b in batches}) == 2
-    again = list(tiny.lessons([EPISODE], drills, settings, 0))
-    other = list(tiny.lessons([EPISODE], drills, settings, 1))
-    assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(batches, again, strict=True))
-    assert any(not np.array_equal(a.tokens, b.tokens) for a, b in zip(batches, other, strict=True))
+    made = list(tiny.lessons([EPISODE], drills, settings, 0))
+    batches = [batch["tokens"] for batch, _ in made]
+    assert [len(tokens) for tokens in batches] == [3, 3, 5, 5, 5, 5]
+    assert all(tokens[0, :2].tolist() == [8, 9] for tokens in batches[:2])
+    assert all(tokens[:, :2].tolist() == [[1, 2]] * 5 for tokens in batches[2:])
+    # One program each for drills and episodes.
+    assert len({(batch["tokens"].shape, places) for batch, places in made}) == 2
+    assert all(batch["loss_mask"].sum(1).max() <= places for batch, places in made)
+    again = [batch["tokens"] for batch, _ in tiny.lessons([EPISODE], drills, settings, 0)]
+    other = [batch["tokens"] for batch, _ in tiny.lessons([EPISODE], drills, settings, 1)]
+    assert all(np.array_equal(a, b) for a, b in zip(batches, again, strict=True))
+    assert any(not np.array_equal(a, b) for a, b in zip(batches, other, strict=True))
 
 
 def test_lessons_empty_blocks_in_the_share_asked_for():
     def full_rows(emptied):
         settings = TinyTraining(drill_steps=0, steps=50, batch=8, emptied=emptied)
-        rows = [r for b in tiny.lessons([EPISODE], [], settings, 0) for r in b.tokens.tolist()]
-        full = tiny.row(EPISODE).tokens
+        batches = tiny.lessons([EPISODE], [], settings, 0)
+        rows = [row for batch, _ in batches for row in batch["tokens"].tolist()]
+        full = tiny.lesson(EPISODE).tokens.tolist()
         return sum(row[: len(full)] == full for row in rows) / len(rows)
 
     assert full_rows(0.0) == 1.0
@@ -202,7 +194,8 @@ def test_lessons_empty_blocks_in_the_share_asked_for():
 def test_every_episode_is_used_before_any_is_used_again():
     episodes = [dataclasses.replace(EPISODE, prompt=(i, i)) for i in range(6)]
     settings = TinyTraining(drill_steps=0, steps=4, batch=3)
-    firsts = [int(r[0]) for b in tiny.lessons(episodes, [], settings, 0) for r in b.tokens]
+    batches = tiny.lessons(episodes, [], settings, 0)
+    firsts = [int(row[0]) for batch, _ in batches for row in batch["tokens"]]
     assert sorted(firsts[:6]) == sorted(firsts[6:]) == list(range(6))
 
 
@@ -220,7 +213,7 @@ def test_training_learns_and_repeats_exactly():
         losses = []
         batches = tiny.lessons([EPISODE], [], settings, 0)
         trained = tiny.train(
-            tiny.fresh_model(CONFIG, 0), batches, settings, lambda _, loss: losses.append(loss)
+            tiny.fresh_model(CONFIG, 0), batches, settings, lambda _, loss, __: losses.append(loss)
         )
         return trained, losses
 
