@@ -23,7 +23,12 @@ COMMANDS = {
     ("quickstart",): Command(
         "race_jax.train.quickstart",
         "quickstart",
-        "train a tiny model from scratch, run LoGiC with it, write a report",
+        "the whole way in minutes: a tiny model from scratch, LoGiC, cover SFT, RL, a report",
+    ),
+    ("reproduce",): Command(
+        "race_jax.train.reproduce",
+        "reproduce",
+        "all arms of the paper in the embedded world, over several seeds, in one table",
     ),
     ("logic",): Command(
         "race_jax.train.logic_cli",
@@ -39,6 +44,11 @@ COMMANDS = {
         "race_jax.train.rl_cli",
         "rl",
         "train a model on its own episodes: GRPO, with LoGiC's covers masking and closing",
+    ),
+    ("carl",): Command(
+        "race_jax.train.carl_cli",
+        "carl",
+        "train a model on trees of its own episodes, forked where it is uncertain",
     ),
     ("export",): Command(
         "race_jax.train.export_cli", "export", "write a run's weights as a Hugging Face directory"
