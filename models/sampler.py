@@ -48,6 +48,7 @@ class SamplerStats:
         sampled: Tokens drawn.
         steps: Decoding steps; each could draw one token per slot.
         parked: Times that a conversation was copied to the host.
+        dropped: Times that one there was dropped for want of room.
     """
 
     prefilled: int = 0
@@ -57,6 +58,7 @@ class SamplerStats:
     sampled: int = 0
     steps: int = 0
     parked: int = 0
+    dropped: int = 0
 
 
 class Seats(NamedTuple):
@@ -174,6 +176,11 @@ class _Chat:
     used: int = 0
 
     @property
+    def host_bytes(self) -> int:
+        """What its cache takes on the host."""
+        return sum(x.nbytes for x in jax.tree.leaves(self.parked))
+
+    @property
     def unread(self) -> int:
         """Tokens to forward before the next can be drawn; the last one goes with the drawing."""
         return len(self.ids) - 1 - self.cached
@@ -196,6 +203,7 @@ class LocalSampler:
         chunk: int = 256,
         rows: int = 1,
         burst: int = 16,
+        host_bytes: int = 16 << 30,
         share_prompts: bool = True,
     ):
         """Set up programs for one cache shape.
@@ -210,6 +218,8 @@ class LocalSampler:
                 pieces use a half, a quarter and so on.
             rows: Prompts forwarded at a time. More keep an accelerator busier.
             burst: Most tokens per slot that are drawn before the host looks at them.
+            host_bytes: Room on the host for idle conversations that found no slot. Beyond it, the
+                one that has been idle longest is dropped, and forwarded again if it goes on.
             share_prompts: Copy the cache of a prompt's beginning from another conversation; not
                 with a recurrent model, whose state there is gone.
 
@@ -229,7 +239,7 @@ class LocalSampler:
         if chunk < 16 or chunk & (chunk - 1):
             raise ValueError(f"chunk is {chunk}: it must be a power of two of at least 16")
         self.model, self.length, self.slots, self.chunk = model, length, slots, chunk
-        self.rows = min(rows, slots)
+        self.rows, self.host_bytes = min(rows, slots), host_bytes
         self.share_prompts = share_prompts and not model.recurrent
         self.stats = SamplerStats()
         self._chats: dict[str, _Chat] = {}
@@ -395,6 +405,14 @@ class LocalSampler:
         chat.parked = rows, jax.device_get(self._read_states(self._cache, slot))
         chat.slot = None
         self.stats.parked += 1
+        held = sorted((c for c in self._chats.values() if c.parked), key=lambda c: c.used)
+        total = sum(c.host_bytes for c in held)
+        for other in held:
+            # What waits for a slot is about to need its own.
+            if total > self.host_bytes and other.request is None:
+                total -= other.host_bytes
+                other.parked, other.cached, other.fixed = None, 0, 0
+                self.stats.dropped += 1
 
     def _wipe(self, chat: _Chat) -> None:
         """Clear a slot: what is not a number would reach its next conversation, masked or not."""

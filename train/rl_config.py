@@ -20,7 +20,7 @@ from race_jax.train.step import ComputeConfig
 FREE = (
     *("out", "model", "mesh", "save_every", "keep", "track", "in_flight"),
     *("rows", "share", "compute.remat", "compute.head_chunk", "optimizer.patience"),
-    *("env.workers", "env.restart_after", "sampler.slots", "sampler.chunk"),
+    *("env.workers", "env.restart_after", "sampler.slots", "sampler.chunk", "sampler.host_gib"),
     *("rollout.step_timeout", "rollout.episode_timeout", "rollout.max_faults"),
     *("logic.slots", "logic.rows", "logic.row_tokens"),
 )

@@ -103,6 +103,7 @@ class Run(TrainingRun):
             slots=config.sampler.slots,
             length=min(config.sampler.length or length, length),
             chunk=config.sampler.chunk,
+            host_bytes=int(config.sampler.host_gib * 2**30),
         )
         self.engine = Engine(
             self.model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 from race_jax.rollout.http import HttpSampler, LogprobsMode
@@ -24,6 +25,8 @@ class SamplerConfig:
         length: Most tokens of a conversation; by default the limit of a trajectory or the model's
             context, whichever is less.
         chunk: Most prompt tokens that are forwarded at a time, a power of two of at least 16.
+        host_gib: Room on the host, in GiB, for local conversations that are idle and found no slot;
+            one that finds no room is forwarded again if it goes on.
     """
 
     kind: Literal["local", "vllm", "sglang"] = "local"
@@ -35,11 +38,14 @@ class SamplerConfig:
     slots: int = 8
     length: int | None = None
     chunk: int = 256
+    host_gib: float = 16.0
 
     def __post_init__(self):
         if (self.address is None) != (self.kind == "local"):
             need = "takes none" if self.kind == "local" else "needs the server's"
             raise ValueError(f"address is {self.address!r}; a sampler of kind {self.kind!r} {need}")
+        if not 0 <= self.host_gib < math.inf:
+            raise ValueError(f"host_gib is {self.host_gib}; it must be finite and at least 0")
 
 
 def make_sampler(config: SamplerConfig, model: str, most_tokens: int, known: int) -> Sampler:
@@ -80,4 +86,5 @@ def make_sampler(config: SamplerConfig, model: str, most_tokens: int, known: int
         slots=config.slots,
         length=length,
         chunk=config.chunk,
+        host_bytes=int(config.host_gib * 2**30),
     )

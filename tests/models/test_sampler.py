@@ -401,3 +401,19 @@ def test_a_fork_of_a_forgotten_origin_forwards_its_prompt(rng):
     made.submit(request)
     same(finish(made)["fork"], alone("qwen3", request))
     assert made.stats.forked == 0
+
+
+@families
+def test_conversations_that_find_no_room_on_the_host_are_forwarded_again(rng, family):
+    made = sampler(family, host_bytes=0)
+    requests = [Request(f"c{n}", prompt(rng, 20), 4, (), seed=n) for n in range(5)]
+    grown = {}
+    for request in requests:
+        made.submit(request)
+        grown[request.conversation] = request.prompt + finish(made)[request.conversation].tokens
+    assert made.stats.dropped == made.stats.parked == 2
+    again = Request("c0", grown["c0"] + prompt(rng, 3), 4, (), seed=9)
+    before = made.stats.prefilled
+    made.submit(again)
+    same(finish(made)["c0"], alone(family, again))
+    assert made.stats.prefilled - before == 26
