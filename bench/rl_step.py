@@ -1,0 +1,354 @@
+"""One RL update against TRL's GRPOTrainer, and LoGiC against checking by generation.
+
+    python bench/rl_step.py [--trajectories 8] [--turns 6] [--layers 4] [--times 3]
+
+The same random Qwen3 checkpoint and the same episodes for all, float32, gradient checkpointing, old
+log-probabilities given, token-mean loss, clip to norm 1, AdamW. Every method runs in a process of
+its own, so that its peak of resident memory is its own:
+
+- race-jax: GRPO, all reasoning kept.
+- race-jax, cover-aware: half of the reasoning masked, and the compressed contexts of the closure
+  loss forwarded on top.
+- TRL: `GRPOTrainer.compute_loss` of a trainer built as users build it, with `loss_type="bnpo"`, its
+  token-mean, and `tool_mask` for observations; then torch's AdamW.
+
+A second table takes the same model's time for LoGiC on half of the episodes, as if those had
+succeeded, and for the check that the paper finds too slow: K drafts of each tested turn's action
+without its reasoning, sampled by this library's own sampler, prefixes cached.
+
+Needs torch, transformers and trl beside race-jax.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+SHAPE = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}
+CHUNK = 256
+PROMPT, REASONING, ACTION, OBSERVATION = 128, 64, 24, 48
+CLOSE, BLANK, END = 1, 2, 3
+
+
+def peak_mib() -> float:
+    """Peak resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def episodes(args) -> list:
+    """Trajectories of one length, half of them of advantage 1, with half of their turns removed."""
+    from race_jax.rl_data import Judged
+    from race_jax.types import TokenTrajectory, TokenTurn
+
+    rng = np.random.default_rng(0)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(rng.integers(10, args.vocab, count).tolist())
+
+    items = []
+    for n in range(args.trajectories):
+        turns = []
+        for t in range(args.turns):
+            seen = ids(OBSERVATION) if t + 1 < args.turns else ()
+            reasoning = (*ids(REASONING - 2), CLOSE, BLANK)
+            turns.append(TokenTurn(reasoning, (CLOSE, BLANK), (*ids(ACTION - 1), END), seen))
+        old = rng.normal(-12, 0.3, args.turns * (REASONING + ACTION)).tolist()
+        solved = n % 2 == 0
+        removed = tuple(range(1, args.turns, 2)) if solved and args.cover else ()
+        tokens = TokenTrajectory(str(n), ids(PROMPT), tuple(turns))
+        items.append(Judged(tokens, tuple(old), 1.0 if solved else -1.0, removed))
+    return items
+
+
+def length_of(args) -> int:
+    """Tokens of an episode."""
+    return PROMPT + args.turns * (REASONING + ACTION + OBSERVATION) - OBSERVATION
+
+
+def run_jax(args) -> dict[str, float]:
+    """Our update, with what it masks and closes if `args.cover`."""
+    import jax
+
+    from race_jax.models import load_model, make_model
+    from race_jax.rl_data import make_batch
+    from race_jax.rl_loss import actor_loss, actor_measures
+    from race_jax.train.optimizer import LoraConfig, OptimizerConfig, make_optimizer, matrices
+    from race_jax.train.state import Trainee, init_state
+    from race_jax.train.step import ComputeConfig, make_step, places_in
+
+    before = peak_mib()
+    model = load_model(args.folder)
+    trainee = Trainee(make_model(model.config, {}), {}, LoraConfig())
+    rule = make_optimizer(
+        OptimizerConfig(lr=1e-6, schedule="constant", warmup=0.0), 100, matrices(trainee.axes)
+    )
+    state = init_state(trainee, rule, model.params, jax.random.key(0))
+    del model
+    batch, _ = make_batch(
+        episodes(args), place=0, length=length_of(args), rows=args.rows, closure=0.02
+    )
+    parts = len(batch["tokens"]) // args.rows
+    clips = {"clip_low": 0.2, "clip_high": 0.2}
+    step = make_step(
+        trainee,
+        rule,
+        functools.partial(actor_loss, **clips),
+        ComputeConfig("float32", parts, "block", CHUNK),
+        measure=functools.partial(actor_measures, **clips),
+    )
+    places = places_in(batch["loss_mask"], length_of(args), 4)
+    losses, spent = [], []
+    for _ in range(args.times + 1):
+        begun = time.perf_counter()
+        state, metrics = step(state, {}, batch, places)
+        losses.append(float(metrics["loss"]))
+        spent.append(time.perf_counter() - begun)
+    return {"seconds": min(spent[1:]), "mib": peak_mib() - before, "loss": losses[0]}
+
+
+def run_trl(args) -> dict[str, float]:
+    """TRL's loss on the same tokens, `args.rows` of them at a time."""
+    import torch
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+
+    before = peak_mib()
+    network = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32)
+    # The trainer wants a tokenizer; nothing is encoded or decoded here.
+    words = Tokenizer(models.WordLevel({"a": 0, "<end>": END}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<end>", pad_token="<end>", unk_token="a"
+    )
+    config = GRPOConfig(
+        output_dir=f"{args.folder}/trl",
+        loss_type="bnpo",
+        beta=0.0,
+        epsilon=0.2,
+        num_generations=args.trajectories,
+        per_device_train_batch_size=args.trajectories,
+        gradient_checkpointing=True,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+    )
+    trainer = GRPOTrainer(
+        model=network,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": ["a"]}),
+        processing_class=tokenizer,
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    network = trainer.model
+    network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    network.train()
+    rule = torch.optim.AdamW(network.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0)
+    parts = trl_inputs(episodes(args), args.rows)
+    total = sum(int(part["tool_mask"].sum()) for part in parts)
+    losses, spent = [], []
+    for _ in range(args.times + 1):
+        begun = time.perf_counter()
+        value = 0.0
+        for part in parts:
+            # Its token-mean is over what it is given, so parts are weighed by their tokens.
+            share = int(part["tool_mask"].sum()) / total
+            loss = trainer.compute_loss(network, part) * share
+            loss.backward()
+            value += loss.item()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        rule.step()
+        rule.zero_grad()
+        losses.append(value)
+        spent.append(time.perf_counter() - begun)
+    return {"seconds": min(spent[1:]), "mib": peak_mib() - before, "loss": losses[0]}
+
+
+def trl_inputs(items: list, rows: int) -> list[dict]:
+    """The episodes as TRL has them: prompt and completion, observations masked."""
+    import torch
+
+    from race_jax.rl_data import policy_example
+
+    parts = []
+    for at in range(0, len(items), rows):
+        group = items[at : at + rows]
+        laid = [policy_example(item, 0) for item in group]
+        tokens = torch.from_numpy(np.stack([x["tokens"] for x in laid])).long()
+        ones = torch.ones_like(tokens)
+        old = torch.from_numpy(np.stack([x["old_logprobs"] for x in laid]))
+        policy = torch.from_numpy(np.stack([x["completion"] for x in laid])).long()
+        parts.append(
+            {
+                "prompt_ids": tokens[:, :PROMPT],
+                "prompt_mask": ones[:, :PROMPT],
+                "completion_ids": tokens[:, PROMPT:],
+                "completion_mask": ones[:, PROMPT:],
+                "tool_mask": policy[:, PROMPT:],
+                "old_per_token_logps": old[:, PROMPT:],
+                "advantages": torch.tensor([item.advantage for item in group]),
+            }
+        )
+    return parts
+
+
+def run_logic(args) -> dict[str, float]:
+    """LoGiC on the solved half, a removal tested at every turn but the first."""
+    from race_jax.logic.engine import Engine
+    from race_jax.models import load_model
+
+    model = load_model(args.folder)
+    engine = Engine(model, model.params, length=length_of(args) + 8, slots=args.trajectories)
+    solved = [item.tokens for item in episodes(args) if item.advantage > 0]
+    spent = []
+    for _ in range(args.times + 1):
+        begun = time.perf_counter()
+        # Every removal is accepted here, which costs LoGiC most.
+        list(engine.run(solved, [1e9]))
+        spent.append(time.perf_counter() - begun)
+    return {"seconds": min(spent[1:]), "mib": peak_mib()}
+
+
+def run_drafts(args) -> dict[str, float]:
+    """K drafts of every tested turn's action on the solved half, a turn of all at a time."""
+    from race_jax.models import load_model
+    from race_jax.models.sampler import LocalSampler
+    from race_jax.rollout.protocol import Request
+
+    model = load_model(args.folder)
+    solved = [item.tokens for item in episodes(args) if item.advantage > 0]
+    sampler = LocalSampler(
+        model,
+        model.params,
+        known=args.vocab,
+        slots=len(solved) * args.drafts,
+        length=length_of(args) + 8,
+        chunk=64,
+    )
+    spent = []
+    for _ in range(args.times + 1):
+        begun = time.perf_counter()
+        for t in range(1, args.turns):
+            for tokens in solved:
+                context = [*tokens.prompt]
+                for n, turn in enumerate(tokens.turns[: t + 1]):
+                    context += turn.reasoning if n < t else turn.skip
+                    context += (*turn.action, *turn.observation) if n < t else ()
+                for k in range(args.drafts):
+                    name = f"{tokens.id}/{k}"
+                    sampler.submit(Request(name, tuple(context), ACTION, (), 1000 * t + k))
+            waiting = len(solved) * args.drafts
+            while waiting:
+                waiting -= len(sampler.poll())
+        for tokens in solved:
+            for k in range(args.drafts):
+                sampler.forget(f"{tokens.id}/{k}")
+        spent.append(time.perf_counter() - begun)
+    sampler.close()
+    return {"seconds": min(spent[1:]), "mib": peak_mib()}
+
+
+def covered(args) -> dict[str, float]:
+    """Our update with masking and closure."""
+    args.cover = True
+    return run_jax(args)
+
+
+UPDATES = {
+    "TRL, GRPOTrainer's loss": run_trl,
+    "race-jax": run_jax,
+    "race-jax, cover-aware": covered,
+}
+CHECKS = {"LoGiC": run_logic, "drafts": run_drafts}
+
+
+def run_all(methods, args, folder: str) -> dict[str, dict[str, float]]:
+    """Each method's numbers, from a process of its own."""
+    results = {}
+    for method in methods:
+        command = [sys.executable, *sys.argv, "--method", method, "--folder", folder]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        results[method] = json.loads(done.stdout.splitlines()[-1])
+    return results
+
+
+def main() -> None:
+    """Print two tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trajectories", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=49_152)
+    parser.add_argument("--rows", type=int, default=2, help="rows forwarded at a time")
+    parser.add_argument("--drafts", type=int, default=4, help="K")
+    parser.add_argument("--times", type=int, default=3, help="runs, of which the fastest counts")
+    parser.add_argument("--method", choices=[*UPDATES, *CHECKS], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.cover = False
+    if args.method:
+        print(json.dumps({**UPDATES, **CHECKS}[args.method](args)))
+        return
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": args.layers, "vocab_size": args.vocab}
+    config = AutoConfig.for_model("qwen3", **SHAPE, **sizes, dtype="float32")
+    with tempfile.TemporaryDirectory() as folder:
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        updates = run_all(UPDATES, args, folder)
+        checks = run_all(CHECKS, args, folder)
+    ours = updates["race-jax"]
+    title = f"one update, {args.trajectories} trajectories of {length_of(args):,} tokens, float32"
+    table = Table(title=title)
+    for name in ("method", "seconds", "peak MiB", "x slower", "x more memory", "first loss"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for method, result in updates.items():
+        table.add_row(
+            method,
+            f"{result['seconds']:.2f}",
+            f"{result['mib']:,.0f}",
+            f"{result['seconds'] / ours['seconds']:.2f}",
+            f"{result['mib'] / ours['mib']:.2f}",
+            f"{result['loss']:.5f}",
+        )
+    console = Console(width=110)
+    console.print(table)
+    update = updates["race-jax, cover-aware"]["seconds"]
+    count = args.trajectories - args.trajectories // 2
+    table = Table(title=f"finding covers of {count} of them")
+    for name in ("method", "seconds", "x LoGiC", "x the cover-aware update"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for method, result in checks.items():
+        seconds = result["seconds"]
+        table.add_row(
+            f"{args.drafts} drafts per turn" if method == "drafts" else method,
+            f"{seconds:.2f}",
+            f"{seconds / checks['LoGiC']['seconds']:.1f}",
+            f"{seconds / update:.2f}",
+        )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
