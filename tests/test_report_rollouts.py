@@ -125,3 +125,46 @@ def test_colours_come_on_demand_and_by_keyboard(tmp_path):
         assert not browser.named("Log.entryAdded")
     finally:
         browser.close()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_the_list_is_ordered_and_filtered_by_keyboard(tmp_path):
+    part = make_rollout("shop/1/0#part1", parts=())
+    rollouts = [
+        make_rollout("shop/10/0", task="10", reward=0.5, parts=(part,)),
+        make_rollout("shop/2/0", task="2", reward=-1.0, stop="invalid_calls", success=False),
+        make_rollout("shop/1/" + "x" * 90, task="1", reward=0.5, stop="max_turns"),
+    ]
+    out, _ = write(tmp_path, rollouts, decode=lambda i: f"<{i}>")
+    browser = Browser(tmp_path / "profile")
+    try:
+        browser.open(out)
+        shown = "[...document.querySelectorAll('#list > li')].filter((x) => !x.hidden)"
+        tasks = f"{shown}.map((x) => x.dataset.task).join(' ')"
+
+        def typed(name, key):
+            """Choose in a list by what a keyboard would type into it."""
+            browser.run(f"document.getElementById('{name}').focus()")
+            browser.send("Input.dispatchKeyEvent", type="char", text=key)
+            # After a second, the next letter begins a new word.
+            browser.run("new Promise((done) => setTimeout(done, 1200))")
+            return browser.run(tasks)
+
+        assert browser.run(tasks) == "10 2 1"
+        assert typed("order", "b") == "1 2 10"
+        assert typed("order", "h") == "10 1 2"
+        assert typed("order", "l") == "2 10 1"
+        # The first has a part, so twice the tokens.
+        assert browser.run("document.getElementById('r0').dataset.sampled") == "12"
+        assert typed("stop", "m") == "1"
+        assert browser.run("document.getElementById('count').textContent") == "1 of 3 shown"
+        assert typed("stop", "a") == "2 10 1"
+        for width in (320, 1200):
+            browser.open(out, width=width, dark=width == 320)
+            browser.run("location.hash = '#r0'")
+            browser.settle()
+            assert browser.run("document.documentElement.scrollWidth") <= width
+            assert "Part 2: shop/1/0#part1" in browser.run("document.body.innerText")
+        assert browser.named("Runtime.exceptionThrown") == []
+    finally:
+        browser.close()

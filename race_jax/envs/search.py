@@ -112,8 +112,8 @@ class DeepSearch:
     """Question answering with search: any number of searches, then one answer.
 
     The reward is that of the answer by `config.reward`, or 0 where a turn breaks the format that
-    `config.format_reward` asks for; success is an exact match whatever the reward. A search that fails,
-    after retries, is told to the agent, and the episode goes on.
+    `config.format_reward` asks for; success is an exact match whatever the reward. A search that
+    fails, after retries, is told to the agent, and the episode goes on.
 
     Args:
         config: Questions, server and limits.
