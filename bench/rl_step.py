@@ -12,17 +12,23 @@ its own, so that its peak of resident memory is its own:
 - TRL: `GRPOTrainer.compute_loss` of a trainer built as users build it, with `loss_type="bnpo"`, its
   token-mean, and `tool_mask` for observations; then torch's AdamW.
 
+- Tunix, where it can be imported: its `grpo_loss_fn` on its own Qwen3 with its block checkpointing,
+  `token-mean`, gradients of parts summed, optax's AdamW. Its trainer, which wants a cluster of
+  roles, is left out. Its logits for this checkpoint differ from those of transformers, so its first
+  loss does too; the work is the same.
+
 A second table takes the same model's time for LoGiC on half of the episodes, as if those had
 succeeded, and for the check that the paper finds too slow: K drafts of each tested turn's action
 without its reasoning, sampled by this library's own sampler, prefixes cached.
 
-Needs torch, transformers and trl beside race-jax.
+Needs torch, transformers and trl beside race-jax. Tunix (google-tunix) is optional.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import resource
 import subprocess
@@ -211,6 +217,87 @@ def trl_inputs(items: list, rows: int) -> list[dict]:
     return parts
 
 
+def run_tunix(args) -> dict[str, float]:
+    """Tunix's loss on the same tokens, `args.rows` of them at a time."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+    from tunix.models.qwen3 import model as qwen3
+    from tunix.models.qwen3 import params as loader
+    from tunix.rl.algo_core import grpo_loss_fn
+    from tunix.rl.common import TrainExample
+    from tunix.rl.grpo.grpo_learner import GRPOConfig
+
+    before = peak_mib()
+    shape = qwen3.ModelConfig(
+        num_layers=args.layers,
+        vocab_size=args.vocab,
+        embed_dim=SHAPE["hidden_size"],
+        hidden_dim=SHAPE["intermediate_size"],
+        num_heads=SHAPE["num_attention_heads"],
+        head_dim=SHAPE["head_dim"],
+        num_kv_heads=SHAPE["num_key_value_heads"],
+        rope_theta=10_000,
+        norm_eps=1e-6,
+        use_tied_embedding=True,
+        remat_config=qwen3.RematConfig.BLOCK,
+    )
+    network = loader.create_model_from_safe_tensors(args.folder, shape, dtype=jnp.float32)
+    definition, params = nnx.split(network)
+    del network
+    config = GRPOConfig(loss_agg_mode="token-mean", beta=0.0, epsilon=0.2)
+    config.temperature = 1.0  # its learner sets it
+    rule = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(1e-6, b1=0.9, b2=0.95, weight_decay=0.0)
+    )
+    optimizer = rule.init(params)
+
+    @jax.jit
+    def gradient(params, part, share):
+        def loss(params):
+            network = nnx.merge(definition, params)
+            return share * grpo_loss_fn(network, part, config, pad_id=-1, eos_id=END)[0]
+
+        return jax.value_and_grad(loss)(params)
+
+    add = jax.jit(functools.partial(jax.tree.map, jnp.add), donate_argnums=0)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def update(params, optimizer, total):
+        updates, optimizer = rule.update(total, optimizer, params)
+        return optax.apply_updates(params, updates), optimizer
+
+    parts = []
+    for part in trl_inputs(episodes(args), args.rows):
+        of = {name: jnp.asarray(value.numpy()) for name, value in part.items()}
+        parts.append(
+            TrainExample(
+                prompt_ids=of["prompt_ids"],
+                prompt_mask=of["prompt_mask"],
+                completion_ids=of["completion_ids"],
+                completion_mask=of["tool_mask"],
+                advantages=of["advantages"],
+                ref_per_token_logps=None,
+                old_per_token_logps=of["old_per_token_logps"],
+            )
+        )
+    tokens = sum(int(part.completion_mask.sum()) for part in parts)
+    losses, spent = [], []
+    for _ in range(args.times + 1):
+        begun = time.perf_counter()
+        value, total = 0.0, None
+        for part in parts:
+            loss, found = gradient(params, part, int(part.completion_mask.sum()) / tokens)
+            total = found if total is None else add(total, found)
+            value += float(loss)
+        params, optimizer = update(params, optimizer, total)
+        jax.block_until_ready(params)
+        losses.append(value)
+        spent.append(time.perf_counter() - begun)
+    return {"seconds": min(spent[1:]), "mib": peak_mib() - before, "loss": losses[0]}
+
+
 def run_logic(args) -> dict[str, float]:
     """LoGiC on the solved half, a removal tested at every turn but the first."""
     from race_jax.logic.engine import Engine
@@ -275,6 +362,7 @@ def covered(args) -> dict[str, float]:
 
 UPDATES = {
     "TRL, GRPOTrainer's loss": run_trl,
+    "Tunix, its loss": run_tunix,
     "race-jax": run_jax,
     "race-jax, cover-aware": covered,
 }
@@ -316,7 +404,9 @@ def main() -> None:
     config = AutoConfig.for_model("qwen3", **SHAPE, **sizes, dtype="float32")
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        updates = run_all(UPDATES, args, folder)
+        there = importlib.util.find_spec("tunix") is not None
+        chosen = [m for m in UPDATES if there or UPDATES[m] is not run_tunix]
+        updates = run_all(chosen, args, folder)
         checks = run_all(CHECKS, args, folder)
     ours = updates["race-jax"]
     title = f"one update, {args.trajectories} trajectories of {length_of(args):,} tokens, float32"
