@@ -7,16 +7,20 @@ from pathlib import Path
 
 import pytest
 import sft_samples
-from rl_samples import QUIET, config_of
+from rl_samples import QUIET, config_of, judge_anew, told
 
+from race_jax.closure_guard import GuardConfig
 from race_jax.envs import potions
 from race_jax.envs.potions import PotionShop
+from race_jax.rl_data import sampled_logprobs
 from race_jax.rollout.episode import Episode
 from race_jax.rollout.results import read_rollouts
 from race_jax.toolcalls import ParsedCall
 from race_jax.train import policy as loop
+from race_jax.train import rl as rl_module
 from race_jax.train import rl_watch
 from race_jax.train.rl import rl
+from race_jax.train.rl_config import PolicyLossConfig
 from race_jax.turns import ParsedTurn
 
 GO = ParsedTurn("", "", (ParsedCall("call_1", "go", {"room": "r1"}, ""),), None, "")
@@ -63,6 +67,24 @@ def test_rows_that_the_mesh_does_not_divide_are_refused(model, tmp_path):
     ).stdout
     assert "a micro-batch" in said and "12" in said and "8" in said, said
     assert not (tmp_path / "run").exists()
+
+
+def test_a_guard_lowers_an_absurd_lambda_in_the_next_step_over_a_resume_too(
+    model, tmp_path, monkeypatch, capsys
+):
+    def all_kept(rollout, tokens, advantage, removed):
+        return rl_module.Judged(tokens, sampled_logprobs(rollout), advantage, (), tokens.reasoned)
+
+    monkeypatch.setattr(rl_module, "judged", all_kept)
+    monkeypatch.setattr(loop, "read_rollouts", judge_anew)
+    guard = GuardConfig(limit=1e-9, least=1, backoff=0.25)
+    loss = PolicyLossConfig(closure=100.0)
+    config = config_of(model, tmp_path / "run", steps=2, loss=loss, guard=guard)
+    for until in (1, None):
+        rl(config, until=until)
+    assert [record["rl/closure"] for record in told(config)] == [100, 25]
+    assert told(config)[0]["rl/kept_turns"] >= 1 and told(config)[0]["rl/close_at_kept"] > 1e-9
+    assert capsys.readouterr().out.count("lambda is multiplied by 0.25 from here on") == 1
 
 
 class Unjust(PotionShop):
