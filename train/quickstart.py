@@ -51,7 +51,7 @@ def quickstart(
     size: int = 5,
     drill_steps: int = 90,
     steps: int = 300,
-    cover_steps: int = 10,
+    cover_steps: int = 30,
     rl_steps: int = 8,
     rl_prompts: int = 8,
     tasks: int = 64,

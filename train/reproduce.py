@@ -160,7 +160,7 @@ def _arm(work: Workspace, config: ReproduceConfig, arm: Arm, seed: int) -> None:
 
 def _threshold(work: Workspace, config: ReproduceConfig, epsilon: float, seed: int) -> None:
     folder = threshold_folder(config, epsilon)
-    supervised(work, folder, config, seed, "cover", epsilon, config.sft_steps)
+    supervised(work, folder, config, seed, "cover", epsilon)
     evaluate(work, config, f"{folder}/model", f"evaluations/{folder}.jsonl")
 
 

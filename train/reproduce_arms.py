@@ -28,7 +28,8 @@ class Arm:
         name: Its title.
         folder: Where its run lies in a seed's workspace, or the model itself.
         sft: For a supervised arm: the reasoning that it is trained on.
-        half: Whether that training ends early, so that closing is only half learnt.
+        half: Whether it sees each trajectory with all its reasoning too, so that closing is only
+            half learnt.
         start: For an arm of RL: folder of the model that it starts from.
         covers: Whether LoGiC runs in RL.
         loss: What differs in RL's loss.
@@ -131,7 +132,6 @@ class ReproduceConfig:
         epsilon: LoGiC's threshold in all arms, nats per token.
         thresholds: LoGiC's thresholds for the curve; each is a supervised training of its own.
         sft_steps: Updates of supervised arms.
-        half_steps: Updates of the one that RL starts from.
         rl_steps: Steps of RL.
         prompts: Tasks of a step.
         group: Episodes of each task.
@@ -149,7 +149,6 @@ class ReproduceConfig:
     epsilon: float = 0.03
     thresholds: tuple[float, ...] = (0.001, 0.01, 0.03, 0.1, 0.2, 0.3)
     sft_steps: int = 30
-    half_steps: int = 12
     rl_steps: int = 12
     prompts: int = 8
     group: int = 4
@@ -158,7 +157,7 @@ class ReproduceConfig:
     arms: tuple[str, ...] | None = None
 
     def __post_init__(self):
-        for name in ("episodes", "held_out", "sft_steps", "half_steps", "rl_steps", "tasks"):
+        for name in ("episodes", "held_out", "sft_steps", "rl_steps", "tasks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
@@ -195,8 +194,7 @@ class ReproduceConfig:
 def make(work: Workspace, config: ReproduceConfig, arm: Arm, seed: int) -> None:
     """Train an arm's model, unless it is there."""
     if arm.sft is not None:
-        steps = config.half_steps if arm.half else config.sft_steps
-        supervised(work, arm.folder, config, seed, arm.sft, config.epsilon, steps)
+        supervised(work, arm.folder, config, seed, arm.sft, config.epsilon, half=arm.half)
     elif arm.start is not None:
         run = story.rl_settings(
             work,
@@ -221,12 +219,27 @@ def supervised(
     seed: int,
     reasoning: Reasoning,
     epsilon: float,
-    steps: int,
+    *,
+    half: bool = False,
 ) -> None:
-    """A supervised arm, or a point of the threshold curve."""
+    """A supervised arm, or a point of the threshold curve.
+
+    Args:
+        work: The seed's workspace.
+        folder: Of the run in it.
+        config: The settings.
+        seed: Order of the data.
+        reasoning: What the turns are trained with.
+        epsilon: The covers' threshold.
+        half: Train on the trajectories with all their reasoning as well.
+    """
     run = story.sft_settings(
-        work, folder, reasoning=reasoning, epsilon=epsilon, steps=steps, seed=seed
+        work, folder, reasoning=reasoning, epsilon=epsilon, steps=config.sft_steps, seed=seed
     )
+    if half:
+        both = story.write_both(work, epsilon)
+        data = dataclasses.replace(run.data, path=work[both], reasoning="full", epsilon=None)
+        run = dataclasses.replace(run, data=data)
     story.fine_tune(work, folder, run)
 
 

@@ -21,7 +21,9 @@ from race_jax.envs.factory import EnvironmentConfig
 from race_jax.envs.potion_text import words
 from race_jax.envs.potions import PotionShopConfig, drill, oracle_trajectory
 from race_jax.envs.word_tokenizer import word_tokenizer
+from race_jax.logic.records import THINK
 from race_jax.models import Model, save_model
+from race_jax.report import read_records
 from race_jax.rollout.limits import RolloutConfig
 from race_jax.sft_data import SftDataConfig
 from race_jax.tokenizer import load_tokenizer
@@ -40,11 +42,12 @@ from race_jax.train.step import ComputeConfig
 from race_jax.train.tiny import TinyTraining, fresh_model, lessons, tiny_config, train
 from race_jax.train.workspace import Workspace, digest_of
 from race_jax.trajectories import read, write
-from race_jax.types import Params, TokenTrajectory, Trajectory
+from race_jax.types import Params, TokenTrajectory, Trajectory, is_turn
 
 TRAIN, HELD_OUT, BASE, MODEL, COVERS = (
     *("train.jsonl", "held_out.jsonl", "base", "model", "covers.jsonl"),
 )
+BOTH = "both.jsonl"
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 SPLIT = 1_000_000_000
 """Seeds of held-out tasks start this far above those of training tasks."""
@@ -167,6 +170,32 @@ def find_covers(work: Workspace, title: str, epsilon: str) -> int:
     }
     work.stage(title, settings, (COVERS,), run, unfinished=COVERS)
     return codes[0]
+
+
+def write_both(work: Workspace, epsilon: float) -> str:
+    """LoGiC's trajectories twice, with all their reasoning and with that of their cover alone.
+
+    Returns:
+        Name of the file in the workspace.
+    """
+    removed = {
+        record["id"]: [turn["decision"] != THINK for turn in record["turns"]]
+        for record in read_records(work[COVERS], faults=[])
+        if record["epsilon"] == epsilon
+    }
+
+    def both() -> Iterator[Trajectory]:
+        for item in trajectories(work[HELD_OUT]):
+            yield dataclasses.replace(item, id=f"{item.id}/full")
+            skips = iter(removed[item.id])
+            messages = tuple(
+                {**m, "reasoning_content": ""} if is_turn(m) and next(skips) else m
+                for m in item.messages
+            )
+            yield dataclasses.replace(item, id=f"{item.id}/cover", messages=messages)
+
+    write(work[BOTH], both())
+    return BOTH
 
 
 def sft_settings(

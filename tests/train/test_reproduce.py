@@ -27,7 +27,6 @@ def small(out, **changes):
         "epsilon": 0.1,
         "thresholds": (0.1, 0.3),
         "sft_steps": 1,
-        "half_steps": 1,
         "rl_steps": 1,
         "prompts": 1,
         "group": 2,
@@ -151,9 +150,23 @@ def test_each_arm_asks_for_what_it_is(quick, tmp_path):
         "sft_further": ("full", None),
         "direct": ("none", None),
         "race_sft": ("cover", 0.1),
-        "half_covered": ("cover", 0.1),
+        "half_covered": ("full", None),
         "epsilon_0.3": ("cover", 0.3),
     }
+
+
+def test_the_half_covered_start_sees_each_trajectory_with_and_without(quick, tmp_path):
+    asked, _ = quick
+    reproduce(small(tmp_path / "r"))
+    items = list(story.trajectories(asked["half_covered"].data.path))
+    for full, cover in zip(items[::2], items[1::2], strict=True):
+        assert full.id.removesuffix("/full") == cover.id.removesuffix("/cover")
+        needed = full.extra["needed"]
+        told = [
+            [bool(m["reasoning_content"]) for m in item.messages if m["role"] == "assistant"]
+            for item in (full, cover)
+        ]
+        assert told == [[True] * len(needed), needed]
 
 
 def test_an_arm_that_fails_costs_that_arm_alone(quick, tmp_path, monkeypatch, capsys):
