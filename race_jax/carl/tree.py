@@ -85,7 +85,8 @@ class Tree:
 
         Returns:
             Whether it is in; a spoilt one is only counted, and the state that it could not come
-            back to is closed.
+            back to is closed. An episode from the root with another prompt than the first one's is
+            spoilt too.
 
         Raises:
             ValueError: It is of another task, is in already, or leaves no rollout that is in.
@@ -94,20 +95,22 @@ class Tree:
         is ours.
         """
         self._check(rollout)
-        if rollout.faulty or rollout.tokens is None:
-            self.dropped += 1
-            if rollout.stop == "diverged" and rollout.fork is not None:
-                self.diverged += 1
-                self.nodes[self.paths[rollout.fork[0]][rollout.fork[1]]].closed = True
-            return False
-        if not self.nodes:
-            self.nodes.append(Node(-1, rollout.sample, 0, 0.0))
         path = [0]
         if rollout.fork is not None:
             sample, turn = rollout.fork
             path = list(self.paths[sample][: turn + 1])
+        strayed = self._strayed(rollout)
+        if strayed or rollout.faulty or rollout.tokens is None:
+            self.dropped += 1
+            self.diverged += strayed
+            if strayed:
+                self.nodes[path[-1]].closed = True
+            return False
+        if not self.nodes:
+            self.nodes.append(Node(-1, rollout.sample, 0, 0.0))
         for turn in range(len(path) - 1, len(rollout.notes)):
-            nats = -float(np.mean(rollout.notes[turn].logprobs))
+            # As records hold them, so that trees read back grow on as these would have.
+            nats = -float(np.mean(rollout.notes[turn].record()["logprobs"]))
             state = self.nodes[path[-1]]
             state.entropy = (nats + state.entropy * state.actions) / (state.actions + 1)
             state.actions += 1
@@ -134,6 +137,15 @@ class Tree:
             )
         if not rollout.faulty and len(rollout.notes) <= turn:
             raise ValueError(f"{rollout.id} has no turn of its own: it forks at turn {turn}")
+
+    def _strayed(self, rollout: Rollout) -> bool:
+        """Whether the environment did not bring a rollout to the state that it was to begin in."""
+        if rollout.fork is not None:
+            return rollout.stop == "diverged"
+        if rollout.faulty or rollout.tokens is None or not self.nodes:
+            return False
+        first = self.rollouts[self.nodes[0].sample].tokens
+        return first is not None and rollout.tokens.prompt != first.prompt
 
     @property
     def states(self) -> list[int]:

@@ -176,6 +176,42 @@ def test_an_environment_that_does_not_repeat_itself_loses_those_forks_only():
     assert np.isfinite(credit.advantages).all()
 
 
+def test_an_environment_that_opens_otherwise_makes_no_branch_of_the_first_prompt():
+    class Moody(Digits):
+        opened = 0
+
+        def reset(self, task):
+            Moody.opened += 1
+            return super().reset(task) + " again" * (Moody.opened % 2)
+
+    rollouts, _ = grow(("a",), make=Moody, config=ForkConfig(first=4, forks=4))
+    tree = rebuild(rollouts)["a"]
+    prompts = {rollout.tokens.prompt for rollout in rollouts if not rollout.faulty}
+    assert len(prompts) == 2
+    # Of the root's other openings none is in, and the root is not tried again.
+    assert {rollout.tokens.prompt for rollout in tree.rollouts.values()} == {
+        tree.rollouts[0].tokens.prompt
+    }
+    assert tree.nodes[0].closed
+    assert tree.dropped == tree.diverged == len(rollouts) - len(tree.rollouts) > 0
+
+
+def test_a_tree_read_back_has_the_entropies_of_the_one_that_was_grown(grown):
+    rollouts, _ = grown
+    tiny = -3.2e-8  # rounds to nothing in a record
+    mine = []
+    for rollout in sorted((r for r in rollouts if r.task == "a"), key=lambda r: r.sample):
+        notes = tuple(
+            dataclasses.replace(note, logprobs=tuple(v * 1e-6 + tiny for v in note.logprobs))
+            for note in rollout.notes
+        )
+        mine.append(dataclasses.replace(rollout, notes=notes))
+    kept = rebuild(mine)["a"]
+    read = rebuild(Rollout.from_record(rollout.record()) for rollout in mine)["a"]
+    assert [node.entropy for node in kept.nodes] == [node.entropy for node in read.nodes]
+    assert [node.nats for node in kept.nodes] == [node.nats for node in read.nodes]
+
+
 def test_an_environment_that_never_repeats_itself_ends_the_run_and_says_why():
     fickle = functools.partial(Digits, turns=6, fickle=True)
     config = ForkConfig(first=1, forks=9, rule="arpo", alpha=1.0)
