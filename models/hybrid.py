@@ -68,7 +68,7 @@ class HybridModel(Model):
         if ends is not None:
             raise ValueError(
                 f"a {self.config.model_type} model reads rows in order, so they cannot hold trees; "
-                "lay each path out on its own (tree.share: false)."
+                "lay each path out on its own (share: false)."
             )
         cos, sin = rotation_tables(self.config.rope, self.config.head_dim, positions)
         real, fresh = segment_ids > 0, find_fresh(segment_ids)

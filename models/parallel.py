@@ -206,7 +206,7 @@ def _attend_trees(
     if attention not in ("auto", "xla") or (mesh is not None and mesh.shape["context"] > 1):
         raise ValueError(
             "rows hold trees, whose attention runs in xla on whole rows; make context 1 and "
-            "attention auto, or lay trees out path by path (tree.share: false)."
+            "attention auto, or lay trees out path by path (share: false)."
         )
     return segment_attention(q, k, v, segment_ids, ends)
 

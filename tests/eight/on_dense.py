@@ -72,11 +72,11 @@ def packed(rows, length, seed=0):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def scored(model, params, tokens, positions, segments):
+def scored(model, params, tokens, positions, segments, ends=None):
     """Mean negative log-probability, the log-probabilities, and the gradients."""
 
     def loss(params):
-        hidden = model.forward(params, tokens, positions, segments)
+        hidden = model.forward(params, tokens, positions, segments, ends=ends)
         targets = jnp.roll(tokens, -1, axis=1)
         logprobs = token_logprobs(hidden, model.head(params), targets, chunk=16)
         real = segments > 0
@@ -118,6 +118,46 @@ def test_scores_loss_and_gradients_equal_those_of_one_device(config, sizes, rule
     layers = jax.tree.leaves(grads["layers"]), jax.tree.leaves(there["layers"])
     for a, b in zip(*layers, strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+def branching(rows, length):
+    """Rows of a trunk with three branches, another tree, and padding; where each token ends."""
+    tokens, positions, _ = packed(rows, length)
+    segments = np.zeros((rows, length), np.int32)
+    ends = np.tile(np.arange(1, length + 1, dtype=np.int32), (rows, 1))
+    for row in range(rows):
+        at = 0
+        for tree, (trunk, *branches) in enumerate([(9 + row, 5, 1, 7), (4, 3 + row, 6)], 1):
+            whole = trunk + sum(branches)
+            segments[row, at : at + whole] = tree
+            positions[row, at : at + trunk] = np.arange(trunk)
+            ends[row, at : at + trunk] = at + whole
+            at += trunk
+            for size in branches:
+                positions[row, at : at + size] = trunk + np.arange(size)
+                ends[row, at : at + size] = at + size
+                at += size
+    return tokens, positions, segments, ends
+
+
+def test_rows_of_trees_equal_those_of_one_device():
+    model, params = noisy(QWEN3)
+    rows = branching(8, 64)
+    want = jax.tree.map(np.asarray, scored(model, params, *rows))
+    mesh = make_mesh(fsdp=2, tensor=4)
+    with use_mesh(mesh, COPIED):
+        got = scored(model, placed(QWEN3, params, mesh, COPIED), *rows)
+    real = rows[2] > 0
+    np.testing.assert_allclose(np.asarray(got[0][1])[real], want[0][1][real], atol=1e-5)
+    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_rows_of_trees_are_not_cut():
+    model, params = noisy(QWEN3)
+    mesh = make_mesh(data=2, fsdp=2, context=2)
+    with use_mesh(mesh), pytest.raises(ValueError, match=r"make context 1 .* \(share: false\)"):
+        scored(model, placed(QWEN3, params, mesh, Rules()), *branching(8, 64))
 
 
 def test_a_row_that_twice_context_does_not_divide():
