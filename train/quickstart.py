@@ -20,6 +20,8 @@ from race_jax.rollout.results import read_rollouts
 from race_jax.tokenizer import load_tokenizer
 from race_jax.train import story
 from race_jax.train.logic_cli import parse_epsilons
+from race_jax.train.rl_config import RlConfig
+from race_jax.train.sft_setup import SftConfig
 from race_jax.train.story import BASE, COVERS, HELD_OUT, MODEL, SPLIT, TRAIN
 from race_jax.train.story_table import cover_table, read_row, story_table, write_rows
 from race_jax.train.tiny import TinyTraining
@@ -83,18 +85,13 @@ def quickstart(
     Raises:
         ValueError: A setting is out of range, or `out` cannot be used.
     """
-    for name, value, low in (
-        ("seed", seed, 0),
-        ("episodes", episodes, 1),
-        ("held-out", held_out, 1),
-        ("cover-steps", cover_steps, 1),
-        ("rl-steps", rl_steps, 1),
-        ("rl-prompts", rl_prompts, 1),
-        ("tasks", tasks, 1),
-    ):
+    counts = {"episodes": episodes, "held-out": held_out, "tasks": tasks}
+    counts |= {"cover-steps": cover_steps, "rl-steps": rl_steps, "rl-prompts": rl_prompts}
+    for name, value in {"seed": seed, **counts}.items():
+        low = 0 if name == "seed" else 1
         if not low <= value <= SPLIT:
             raise ValueError(f"--{name} {value}: it must be from {low} to {SPLIT}")
-    if not short and cover_epsilon not in parse_epsilons(epsilon):
+    if cover_epsilon not in parse_epsilons(epsilon) and not short:
         raise ValueError(f"--cover-epsilon {cover_epsilon}: it must be one of --epsilon {epsilon}")
     world, training = PotionShopConfig(size), TinyTraining(drill_steps, steps=steps)
     console = Console(highlight=False, soft_wrap=True)
@@ -107,41 +104,37 @@ def quickstart(
     code = story.find_covers(work, "3. LoGiC", epsilon)
     show_covers(work)
     if not short:
-        story.fine_tune(
-            work,
-            "4. RACE-SFT, on the covers",
-            story.sft_settings(
-                work,
-                RACE_SFT,
-                reasoning="cover",
-                epsilon=cover_epsilon,
-                steps=cover_steps,
-                seed=seed,
-            ),
+        cover_sft = story.sft_settings(
+            work, RACE_SFT, reasoning="cover", epsilon=cover_epsilon, steps=cover_steps, seed=seed
         )
-        story.reinforce(
+        cover_rl = story.rl_settings(
             work,
-            "5. RACE-SFT-RL, on the model's own episodes",
-            story.rl_settings(
-                work,
-                f"{RACE_SFT}/model",
-                RACE_RL,
-                world=world,
-                steps=rl_steps,
-                prompts=rl_prompts,
-                group=4,
-                epsilon=cover_epsilon,
-                seed=seed,
-            ),
+            f"{RACE_SFT}/model",
+            RACE_RL,
+            world=world,
+            steps=rl_steps,
+            prompts=rl_prompts,
+            group=4,
+            epsilon=cover_epsilon,
+            seed=seed,
         )
-        for n, (name, model) in enumerate(MODELS, 6):
-            config = story.evaluation_settings(
-                work, model, evaluation_of(model), world=world, count=tasks
-            )
-            story.play(work, f"{n}. evaluation of {name}", config)
-        show_story(work)
+        train_and_compare(work, world, cover_sft, cover_rl, tasks)
     console.print(next_steps(work, epsilon, short), markup=False)
     return code
+
+
+def train_and_compare(
+    work: Workspace, world: PotionShopConfig, cover_sft: SftConfig, cover_rl: RlConfig, tasks: int
+) -> None:
+    """RACE's two stages of training, and every model on the same tasks."""
+    story.fine_tune(work, "4. RACE-SFT, on the covers", cover_sft)
+    story.reinforce(work, "5. RACE-SFT-RL, on the model's own episodes", cover_rl)
+    for n, (name, model) in enumerate(MODELS, 6):
+        config = story.evaluation_settings(
+            work, model, evaluation_of(model), world=world, count=tasks
+        )
+        story.play(work, f"{n}. evaluation of {name}", config)
+    show_story(work)
 
 
 def evaluation_of(model: str) -> str:
