@@ -25,7 +25,7 @@ from race_jax.models.sampler import LocalSampler
 from race_jax.packing import closing_id, decision_place
 from race_jax.rl_data import task_order
 from race_jax.rl_loss import actor_loss, actor_measures
-from race_jax.rollout.results import RolloutFile
+from race_jax.rollout.results import OtherSettings, RolloutFile
 from race_jax.sharding import sharding_for
 from race_jax.tokenizer import load_tokenizer
 from race_jax.train.optimizer import compute_params, make_optimizer, matrices, schedule
@@ -224,7 +224,7 @@ def open_rollouts(path: Any, settings: Mapping[str, Any]) -> RolloutFile:
     """A step's file; one that another policy left, before a checkpoint was lost, is replaced."""
     try:
         return RolloutFile(path, settings)
-    except ValueError:
+    except OtherSettings:
         for old in (path, path.with_suffix(".failed.jsonl")):
             with contextlib.suppress(FileNotFoundError):
                 old.unlink()
