@@ -28,25 +28,28 @@ class Spread:
 
     Attributes:
         mean: The mean; None without a number.
-        deviation: Of single seeds, with n - 1; 0 for one number.
+        deviation: Of single seeds, with n - 1; None for less than two, which have no spread.
     """
 
     mean: float | None
-    deviation: float
+    deviation: float | None
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> Spread:
         """Of a number per seed."""
         known = [value for value in values if value is not None]
         if not known:
-            return cls(None, 0.0)
-        return cls(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else 0.0)
+            return cls(None, None)
+        return cls(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
 
     def text(self, scale: float = 1.0, digits: int = 1, unit: str = "") -> str:
-        """`mean ± deviation`."""
+        """`mean ± deviation`, or the mean alone where there is no spread."""
         if self.mean is None:
             return "-"
-        return f"{scale * self.mean:.{digits}f} ± {scale * self.deviation:.{digits}f}{unit}"
+        mean = f"{scale * self.mean:.{digits}f}"
+        if self.deviation is None:
+            return f"{mean}{unit}"
+        return f"{mean} ± {scale * self.deviation:.{digits}f}{unit}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +189,11 @@ def write_results(found: Found, folder: Path) -> None:
         plot_thresholds(found, folder / "thresholds.png")
 
 
+def _over(found: Found) -> str:
+    count = len(found.seeds)
+    return "one seed" if count == 1 else f"mean ± standard deviation over {count} seeds"
+
+
 def _cells(line: Line) -> list[str]:
     return [
         line.success.text(100),
@@ -211,8 +219,7 @@ def markdown(found: Found) -> str:
 
     paper = [f"paper: {name}" for name in BENCHMARKS]
     out = [
-        f"Means ± standard deviation over {len(found.seeds)} seeds. Paper: success % / reasoning "
-        "tokens of Qwen3.5-9B in other worlds.",
+        f"{_over(found)}. Paper: success % / reasoning tokens of Qwen3.5-9B in other worlds.",
         "",
         f"| arm | {' | '.join((*_HEAD, *paper))} |",
         rule(len(_HEAD) + len(paper)),
@@ -247,7 +254,7 @@ def _logic_cells(counts: Sequence[CoverCounts]) -> list[str]:
 
 def show(found: Found, console: Console) -> None:
     """Print the tables."""
-    seeds = f"mean ± standard deviation over {len(found.seeds)} seeds"
+    seeds = _over(found)
 
     def table(title: str, columns: Sequence[str]) -> Table:
         made = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -288,8 +295,8 @@ def plot_arms(found: Found, path: Path) -> None:
         axes.errorbar(
             [x.mean or 0],
             [100 * (y.mean or 0)],
-            xerr=[x.deviation],
-            yerr=[100 * y.deviation],
+            xerr=[x.deviation or 0],
+            yerr=[100 * (y.deviation or 0)],
             fmt="osD^v*P"[number % 7],
             color=f"C{number % 10}",
             capsize=2,
@@ -299,7 +306,7 @@ def plot_arms(found: Found, path: Path) -> None:
     axes.set(
         xlabel=f"reasoning tokens per episode{note}",
         ylabel="success, %",
-        title=f"Embedded world, {len(found.seeds)} seeds: mean and standard deviation",
+        title=f"Embedded world: {_over(found)}",
     )
     axes.set_xlim(left=0)
     axes.set_ylim(-3, 103)
@@ -324,7 +331,7 @@ def plot_thresholds(found: Found, path: Path) -> None:
         axes.errorbar(
             places,
             [100 * (line.success.mean or 0) for line in lines],
-            yerr=[100 * line.success.deviation for line in lines],
+            yerr=[100 * (line.success.deviation or 0) for line in lines],
             fmt="o-",
             color="#1b5e93",
             capsize=3,
@@ -333,7 +340,7 @@ def plot_thresholds(found: Found, path: Path) -> None:
         other.errorbar(
             places,
             [line.tokens.mean or 0 for line in lines],
-            yerr=[line.tokens.deviation for line in lines],
+            yerr=[line.tokens.deviation or 0 for line in lines],
             fmt="s--",
             color="#b3541e",
             capsize=3,
