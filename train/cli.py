@@ -50,6 +50,11 @@ COMMANDS = {
         "carl",
         "train a model on trees of its own episodes, forked where it is uncertain",
     ),
+    ("carl-criticality",): Command(
+        "race_jax.train.criticality_cli",
+        "carl_criticality",
+        "resample the actions of states: how much hangs on them, and how uncertain the model is",
+    ),
     ("export",): Command(
         "race_jax.train.export_cli", "export", "write a run's weights as a Hugging Face directory"
     ),

@@ -25,7 +25,7 @@ from race_jax.rollout.limits import (
     request_seed,
 )
 from race_jax.rollout.manners import PLAIN, Manner, agreed, canonical
-from race_jax.rollout.protocol import Completion, Request
+from race_jax.rollout.protocol import Completion, Request, SamplingConfig
 from race_jax.rollout.results import Rollout, TurnNote
 from race_jax.rollout.spans import Spans, split_sampled
 from race_jax.tokenizer import spell
@@ -137,6 +137,7 @@ class Episode:
             self._context += prompt
         self._forced, self._prompted = forced, True
         job, draft = self.job, "" if self._drafts is None else f"#{len(self._drafts)}"
+        greedy = job.greedy_from is not None and len(self._turns) >= job.greedy_from
         return Request(
             conversation=job.id + ("#draft" if draft else ""),
             prompt=(*self._context, *forced),
@@ -145,7 +146,7 @@ class Episode:
             seed=request_seed(
                 self.config.seed, f"{job.env}/{job.task}{draft}", job.sample, len(self._turns)
             ),
-            sampling=self.config.sampling,
+            sampling=SamplingConfig(temperature=0.0) if greedy else self.config.sampling,
         )
 
     def sampled(self, completion: Completion) -> Next:

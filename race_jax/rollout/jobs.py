@@ -29,13 +29,15 @@ class Job(NamedTuple):
     """One episode to be run: sample `sample` (from 0) of a task.
 
     With a `fork`, its first turns are those of another sample. They are carried out again in the
-    environment, which must say the same, and nothing of them is sampled or forwarded again.
+    environment, which must say the same, and nothing of them is sampled or forwarded again. From
+    the turn `greedy_from` on, counted from 0, the most probable tokens are taken.
     """
 
     env: str
     task: str
     sample: int
     fork: Fork | None = None
+    greedy_from: int | None = None
 
     @property
     def id(self) -> str:
