@@ -103,11 +103,16 @@ class TreeLoop(PolicyLoop[Judged]):
             )
             for tree, credit in zip(grown, credits, strict=True)
         ]
-        return items, numbers | told | self._tell(trees, items)
+        return items, numbers | told | self._tell(groups, trees, items)
 
-    def _tell(self, trees: Sequence[Tree], items: Sequence[Judged]) -> Numbers:
+    def _tell(
+        self, groups: Sequence[Group], trees: Sequence[Tree], items: Sequence[Judged]
+    ) -> Numbers:
         """Numbers on the step's trees."""
-        drawn = sum(tree.edges for tree in trees)
+        # Of episodes that are in no tree too: they were sampled all the same.
+        everything = [rollout for group in groups for rollout in group.rollouts]
+        own = [len(r.notes) - (r.fork[1] if r.fork else 0) for r in everything]
+        drawn = sum(max(turns, 0) for turns in own)
         trained = sum(int(item.credit.trainable.sum()) for item in items)
         # What GRPO would have sampled and trained: N whole episodes of each task.
         forks = max(self.config.tree.forks, 1)
