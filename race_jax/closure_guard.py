@@ -12,6 +12,8 @@ import dataclasses
 import math
 from typing import NamedTuple
 
+from race_jax.settings import check_rules
+
 SMOOTHING = 0.7
 """Weight of the past in the running success: about three steps."""
 
@@ -47,9 +49,7 @@ class GuardConfig:
             "recovery": (1 <= self.recovery < math.inf, "at least 1"),
             "patience": (self.patience >= 1, "at least 1"),
         }
-        for name, (kept, rule) in rules.items():
-            if not kept:
-                raise ValueError(f"guard.{name} is {getattr(self, name)!r}; it must be {rule}.")
+        check_rules("guard", self, rules)
 
 
 class GuardState(NamedTuple):

@@ -151,41 +151,51 @@ def fill_rows(
     Args:
         rows: For each row the examples in it: `tokens` int32 [n], `kinds` uint8 [n], and any other
             arrays [n] that say something about each token as a token, such as the log-probability
-            it was sampled with.
+            it was sampled with. An example that is no single sequence says how it lies:
+            `positions` int32, by default counted from 0; `ends` int32, the first place of the
+            example that does not see the token any more, by default its length; `pieces` int32
+            from 1, by default one, where the last token of a piece has no next one.
         length: T.
 
     Returns:
-        `tokens`, `positions`, `segment_ids` int32; `targets` int32, the next token of the segment;
-        `loss_mask` bool, the target was sampled by the policy; `kinds` int32 and all others,
-        shifted with the targets.
+        `tokens`, `positions`, `segment_ids` int32; `targets` int32, the next token of the segment
+        or piece; `loss_mask` bool, the target was sampled by the policy; `kinds` int32 and all
+        others, shifted with the targets. `ends` int32 of the row, j + 1 at padding, if an example
+        brings some.
 
     Raises:
         ValueError: A row's examples do not fit.
     """
     shape = (len(rows), length)
+    kinds_of = {"tokens": np.int32, "kinds": np.uint8, "positions": np.int32, "pieces": np.int32}
     names = {name: x.dtype for row in rows for example in row for name, x in example.items()}
-    of_token = {name: np.zeros(shape, dtype) for name, dtype in names.items()}
-    of_token.setdefault("tokens", np.zeros(shape, np.int32))
-    of_token.setdefault("kinds", np.zeros(shape, np.uint8))
-    positions, segment_ids = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    of_token = {name: np.zeros(shape, dtype) for name, dtype in (names | kinds_of).items()}
+    if "ends" in of_token:
+        of_token["ends"][:] = np.arange(1, length + 1)
+    segment_ids = np.zeros(shape, np.int32)
     for r, row in enumerate(rows):
-        at = 0
+        at = pieces = 0
         for segment, example in enumerate(row, 1):
-            end = at + len(example["tokens"])
+            count = len(example["tokens"])
+            end = at + count
             if end > length:
                 raise ValueError(f"row {r}: its examples have more than {length} tokens together")
-            for name, values in example.items():
+            given = {"positions": np.arange(count), "pieces": np.ones(count, np.int32), **example}
+            if "ends" in of_token:
+                given["ends"] = given.get("ends", count) + at
+            # The pieces of a row are numbered on from those of the example before.
+            given["pieces"] = given["pieces"] + pieces
+            for name, values in given.items():
                 of_token[name][r, at:end] = values
-            positions[r, at:end] = np.arange(end - at)
             segment_ids[r, at:end] = segment
-            at = end
-    tokens = of_token.pop("tokens").astype(np.int32)
-    shifted = {name: next_in_segment(x, segment_ids) for name, x in of_token.items()}
+            at, pieces = end, int(given["pieces"][-1]) if count else pieces
+    laid = {n: of_token.pop(n) for n in ("tokens", "positions", "ends") if n in of_token}
+    pieces_of = of_token.pop("pieces")
+    shifted = {name: next_in_segment(x, pieces_of) for name, x in of_token.items()}
     kinds = shifted.pop("kinds").astype(np.int32)
     return {
-        "tokens": tokens,
-        "targets": next_in_segment(tokens, segment_ids),
-        "positions": positions,
+        **laid,
+        "targets": next_in_segment(laid["tokens"], pieces_of),
         "segment_ids": segment_ids,
         "loss_mask": kinds != OTHER,
         "kinds": kinds,

@@ -70,11 +70,7 @@ def view_tree(
     Returns:
         Plain values for the template.
     """
-    children: list[list[int]] = [[] for _ in tree.nodes]
-    for n, node in enumerate(tree.nodes):
-        if node.parent >= 0:
-            children[node.parent].append(n)
-    rows = _rows(children)
+    rows = _rows(tree.children)
     values = np.asarray(credit.values, np.float64)
     low, span = float(values.min()), float(np.ptp(values)) or 1.0
     most = max(node.entropy for node in tree.nodes) or 1.0

@@ -41,6 +41,27 @@ class Judged(NamedTuple):
     kept: tuple[int, ...] = ()
 
 
+def judged(
+    rollout: Rollout, tokens: TokenTrajectory, advantage: float, removed: Collection[int] | None
+) -> Judged:
+    """A rollout as an update needs it.
+
+    Args:
+        rollout: With these tokens.
+        tokens: Its ids.
+        advantage: A_i.
+        removed: S_i; None where LoGiC found no cover.
+
+    Raises:
+        ValueError: Ids were given to the policy within its turns.
+    """
+    if removed is None:
+        return Judged(tokens, sampled_logprobs(rollout), advantage)
+    # The first turn is kept without a test, so it says nothing about the need to reason.
+    kept = tuple(t for t in tokens.reasoned if t > 0 and t not in removed)
+    return Judged(tokens, sampled_logprobs(rollout), advantage, tuple(removed), kept)
+
+
 class RowStats(NamedTuple):
     """What the rows of an update hold.
 

@@ -1,4 +1,4 @@
-"""Settings of runs compared: which fields differ, with both values."""
+"""Settings of runs: which break a rule, and which differ from others, by name and value."""
 
 from __future__ import annotations
 
@@ -43,3 +43,20 @@ def differing_settings(
         for name in dict.fromkeys([*was, *now])
         if was.get(name, MISSING) != now.get(name, MISSING) and not may_differ(name)
     ]
+
+
+def check_rules(group: str, settings: object, rules: Mapping[str, tuple[bool, str]]) -> None:
+    """Raise ValueError for the first setting that breaks its rule.
+
+    Args:
+        group: What stands before the field's name in the message.
+        settings: Holds the values.
+        rules: By field: whether the rule is kept, and the rule, after "it must be".
+
+    Example:
+        >>> check_rules("tree", ForkConfig(), {"forks": (False, "at least 0")})
+        ValueError: tree.forks is 16; it must be at least 0.
+    """
+    for name, (kept, rule) in rules.items():
+        if not kept:
+            raise ValueError(f"{group}.{name} is {getattr(settings, name)!r}; it must be {rule}.")

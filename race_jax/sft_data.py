@@ -49,6 +49,7 @@ from race_jax.packing import (
     make_example,
     plan_rows,
 )
+from race_jax.settings import check_rules
 from race_jax.sft_cache import FORMAT, Cache, Writer, make_cache, open_cache
 from race_jax.sft_source import Choice, Reasoning, Success, select
 from race_jax.sft_split import OverLong, Split, split_examples, summarise, summary_table
@@ -115,9 +116,7 @@ class SftDataConfig:
             "held_out": (0 <= self.held_out < 1, "at least 0 and below 1"),
             "window": (self.window >= 1, "at least 1"),
         }
-        for name, (kept, rule) in rules.items():
-            if not kept:
-                raise ValueError(f"data.{name} is {getattr(self, name)!r}; it must be {rule}.")
+        check_rules("data", self, rules)
 
 
 def build_pipeline(

@@ -18,7 +18,7 @@ from race_jax import jsonl
 from race_jax.carl.advantages import Credit
 from race_jax.carl.criticality import Judgement, by_key, forked_states
 from race_jax.carl.forking import grow_trees
-from race_jax.carl.rows import Judged, make_tree_batch
+from race_jax.carl.rows import JudgedTree, make_tree_batch
 from race_jax.carl.tree import Tree, credit_trees, rebuild
 from race_jax.rl_data import RowStats
 from race_jax.rollout.loop import RunFailed, Runner
@@ -49,7 +49,7 @@ def carl(config: CarlConfig, *, console: Console | None = None, until: int | Non
     return train_policy(config, TreeLoop, console=console, until=until)
 
 
-class TreeLoop(PolicyLoop[Judged]):
+class TreeLoop(PolicyLoop[JudgedTree]):
     """Trees of a task's episodes."""
 
     keep_caches: ClassVar[bool] = True
@@ -84,7 +84,7 @@ class TreeLoop(PolicyLoop[Judged]):
             stop=self.stop,
         )
 
-    def judge(self, groups: Sequence[Group], state: TrainState) -> tuple[list[Judged], Numbers]:
+    def judge(self, groups: Sequence[Group], state: TrainState) -> tuple[list[JudgedTree], Numbers]:
         """Credits and covers of all trees that have an edge."""
         usable, numbers = self.usable(groups)
         trees = list(rebuild(r for group in groups for r in group.rollouts).values())
@@ -96,7 +96,7 @@ class TreeLoop(PolicyLoop[Judged]):
             )
         covers, told = self.covers([r for _, r in usable], state)
         items = [
-            Judged(
+            JudgedTree(
                 tree,
                 credit,
                 {s: covers[r.id] for s, r in tree.rollouts.items() if r.id in covers},
@@ -106,7 +106,7 @@ class TreeLoop(PolicyLoop[Judged]):
         return items, numbers | told | self._tell(groups, trees, items)
 
     def _tell(
-        self, groups: Sequence[Group], trees: Sequence[Tree], items: Sequence[Judged]
+        self, groups: Sequence[Group], trees: Sequence[Tree], items: Sequence[JudgedTree]
     ) -> Numbers:
         """Numbers on the step's trees."""
         # Of episodes that are in no tree too: they were sampled all the same.
@@ -155,7 +155,7 @@ class TreeLoop(PolicyLoop[Judged]):
             file.write(json.dumps(table, indent=1).encode())
 
     def rows(
-        self, items: Sequence[Judged], closure: float
+        self, items: Sequence[JudgedTree], closure: float
     ) -> tuple[dict[str, np.ndarray], RowStats]:
         """The rows of an update."""
         config = self.config

@@ -11,7 +11,7 @@ import json
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 from rich.console import Console
@@ -29,30 +29,20 @@ from race_jax.carl.criticality import (
     resampling_jobs,
 )
 from race_jax.carl.tree import credit_trees, rebuild
-from race_jax.chat import SkipForm, renderer_for
 from race_jax.envs.base import EnvironmentFault
-from race_jax.envs.factory import EnvironmentConfig
-from race_jax.families import family_of
 from race_jax.report_view import visible
 from race_jax.rollout.jobs import Job
-from race_jax.rollout.limits import RolloutConfig
-from race_jax.rollout.loop import RunFailed, Runner, Stop
+from race_jax.rollout.loop import Runner
 from race_jax.rollout.results import Rollout, RolloutFile, read_rollouts
-from race_jax.rollout.workers import make_host
-from race_jax.tokenizer import load_tokenizer
-from race_jax.train.evaluate_cli import spread
 from race_jax.train.interrupt import stop_requests
-from race_jax.train.progress import Meter
-from race_jax.train.runtime import model_fingerprint
-from race_jax.train.samplers import SamplerConfig, make_sampler
+from race_jax.train.playing import FREE, PlayConfig, check_out, play, playing, spread, text_of
 
 MOST_ROWS = 40
 """Rows of a table on the console."""
-_DECIDE = ("env", "split", "actions", "states", "skip_form")
 
 
 @dataclasses.dataclass(frozen=True)
-class CriticalityConfig:
+class CriticalityConfig(PlayConfig):
     """One analysis, of a model or of the trees of a finished step.
 
     Attributes:
@@ -61,29 +51,19 @@ class CriticalityConfig:
         model: Folder of a Hugging Face checkpoint with its tokenizer; null with `rollouts`.
         rollouts: JSONL of a run of `race-jax carl`. Its forked states are judged by the values of
             their children, and nothing is played.
-        env: The environment.
-        split: `train`, `dev` or `test`.
         count: Tasks, taken evenly over the split; null takes all.
         actions: K, actions sampled in each state, at least 2.
         states: Most states of an episode, taken evenly; null takes all.
-        sampler: Where turns are sampled.
-        rollout: Limits and sampling.
-        skip_form: How a turn without reasoning reads.
-        in_flight: Most episodes at once; by default as many as the sampler serves at a time.
     """
+
+    free: ClassVar[tuple[str, ...]] = (*FREE, "rollouts")
 
     out: str
     model: str | None = None
     rollouts: str | None = None
-    env: EnvironmentConfig = dataclasses.field(default_factory=EnvironmentConfig)
-    split: str = "test"
-    count: int | None = 70
     actions: int = 8
     states: int | None = None
-    sampler: SamplerConfig = dataclasses.field(default_factory=SamplerConfig)
-    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
-    skip_form: SkipForm = "close"
-    in_flight: int | None = None
+    count: int | None = dataclasses.field(default=70, kw_only=True)
 
     def __post_init__(self):
         if (self.model is None) == (self.rollouts is None):
@@ -95,27 +75,13 @@ class CriticalityConfig:
             raise ValueError(
                 f"actions is {self.actions}; it must be at least 2, for one has no spread"
             )
-        for name in ("count", "states", "in_flight"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1, or null")
+        if self.states is not None and self.states < 1:
+            raise ValueError(f"states is {self.states}; it must be at least 1, or null for all")
+        super().__post_init__()
         if self.model is not None and self.rollout.sampling.temperature == 0:
             raise ValueError(
                 "rollout.sampling.temperature is 0; actions must be sampled, so it must be above 0"
             )
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What decides the episodes."""
-        assert self.model is not None
-        given = dataclasses.asdict(self)
-        kept = {name: given[name] for name in _DECIDE}
-        for name in ("workers", "restart_after"):
-            del kept["env"][name]
-        kept["sampler"] = {k: given["sampler"][k] for k in ("kind", "dtype", "length")}
-        free = ("step_timeout", "episode_timeout", "max_faults")
-        kept["rollout"] = {k: v for k, v in given["rollout"].items() if k not in free}
-        return {**kept, "criticality": True, "model_fingerprint": model_fingerprint(self.model)}
 
 
 def carl_criticality(config: CriticalityConfig) -> int:
@@ -124,9 +90,7 @@ def carl_criticality(config: CriticalityConfig) -> int:
     Stopped halfway, by a signal too, the same command plays only what is left.
     """
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    if not config.out or Path(config.out).is_dir() or Path(config.out).suffix != ".jsonl":
-        raise ValueError(f"out is {config.out!r}; it must name a file that ends in .jsonl")
-    Path(config.out).parent.mkdir(parents=True, exist_ok=True)
+    check_out(config.out)
     if config.rollouts is not None:
         _tell(config, _states_of_trees(config.rollouts), console)
         return 0
@@ -158,46 +122,24 @@ def _states_of_trees(path: str) -> list[Judgement]:
 
 def _play(config: CriticalityConfig, console: Console) -> int:
     """Play what the file lacks; returns the exit code."""
-    from race_jax.models import load_config
-
     assert config.model is not None
-    name, tasks = _tasks(config)
-    tokenizer = load_tokenizer(config.model)
-    family = family_of(load_config(config.model).model_type)
-    renderer = renderer_for(tokenizer, family, skip_form=config.skip_form)
-    at_once = config.in_flight or (
-        config.sampler.slots if config.sampler.kind == "local" else config.sampler.concurrency
-    )
-    with RolloutFile(config.out, config.settings) as file, stop_requests() as stop:
+    text = text_of(config.model, config.skip_form)
+    name, tasks = config.tasks()
+    with RolloutFile(config.out, config.deciding(config.model)) as file, stop_requests() as stop:
         plan = _Plan(config, file, name, tasks)
         if not plan.jobs:
             console.print(f"all episodes are in {config.out}")
             return 0
-        sampler = make_sampler(
-            config.sampler, config.model, config.rollout.max_tokens, len(tokenizer)
-        )
-        host = make_host(config.env, config.rollout.step_timeout, at_once)
-        try:
-            runner = Runner(sampler, renderer, host, config.rollout, in_flight=at_once, keep=True)
-            faulty = plan.run(runner, stop, console)
-        except RunFailed as failure:
-            console.print(visible(str(failure)))
-            return 1
-        finally:
-            host.close()
-            sampler.close()
-        if stop.is_set():
-            console.print("stopped; the same command goes on from there")
-            return 130
-    return 1 if faulty else 0
-
-
-def _tasks(config: CriticalityConfig) -> tuple[str, list[str]]:
-    env = config.env.maker()()
-    try:
-        return env.name, spread(env.tasks(config.split), config.count)
-    finally:
-        env.close()
+        with playing(config, text, keep=True) as runner:
+            return play(
+                runner,
+                plan.jobs,
+                file,
+                stop,
+                console,
+                planned=lambda: plan.planned,
+                then=lambda rollout: plan.follow(rollout, runner),
+            )
 
 
 class _Plan:
@@ -234,23 +176,7 @@ class _Plan:
         # Before further first episodes, while the cache of this one is at hand.
         self.jobs.extendleft(reversed(left))
 
-    def run(self, runner: Runner, stop: Stop, console: Console) -> int:
-        """Play; returns how many episodes were spoilt."""
-        faulty = done = 0
-        with Meter(console, "episodes", self.planned) as meter:
-            for rollout in runner.run(self.jobs, stop):
-                self.file.append(rollout)
-                done += 1
-                faulty += rollout.faulty
-                if rollout.faulty or rollout.tokens is None:
-                    console.print(visible(f"{rollout.id}: {rollout.stop}: {rollout.error}"))
-                self._follow(rollout, runner)
-                # Each first episode adds those that leave it.
-                meter.total = self.planned
-                meter.update(done, f"{done}/{self.planned}")
-        return faulty
-
-    def _follow(self, rollout: Rollout, runner: Runner) -> None:
+    def follow(self, rollout: Rollout, runner: Runner) -> None:
         """What an episode leads to, and what the sampler can forget."""
         first = Job(rollout.env, rollout.task, 0).id
         if rollout.sample == 0:

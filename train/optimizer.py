@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from race_jax.settings import check_rules
 from race_jax.types import Params
 
 _STACKED = ("layers", "experts")
@@ -85,9 +86,7 @@ class OptimizerConfig:
             "clip": (0 < self.clip < math.inf, "above 0"),
             "patience": (self.patience >= 1, "at least 1"),
         }
-        for name, (kept, rule) in rules.items():
-            if not kept:
-                raise ValueError(f"optimizer.{name} is {getattr(self, name)}; it must be {rule}.")
+        check_rules("optimizer", self, rules)
 
 
 def schedule(config: OptimizerConfig, steps: int) -> Callable[[Any], jax.Array]:

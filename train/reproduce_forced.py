@@ -7,18 +7,12 @@ an empty shelf it does, elsewhere it does not.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
-from race_jax.chat import Renderer, renderer_for
-from race_jax.rollout.jobs import Job
-from race_jax.rollout.loop import Runner
+from race_jax.chat import Renderer
 from race_jax.rollout.protocol import Completion, Request, Sampler
-from race_jax.rollout.results import RolloutFile
-from race_jax.rollout.workers import make_host
-from race_jax.tokenizer import IM_START, load_tokenizer
-from race_jax.train.evaluate_cli import EvaluateConfig, spread
-from race_jax.train.interrupt import stop_requests
-from race_jax.train.samplers import make_sampler
+from race_jax.tokenizer import IM_START
+from race_jax.train import story
+from race_jax.train.evaluate_cli import EvaluateConfig
 from race_jax.train.workspace import Workspace
 
 FORCED = ("needed", "redundant", "all")
@@ -94,40 +88,9 @@ def play_forced(work: Workspace, title: str, config: EvaluateConfig, which: str)
         title: The stage's.
         config: The evaluation.
         which: Turns that are forced: `needed`, `redundant` or `all`.
-
-    Raises:
-        RunFailed: Environment or sampler spoil everything.
     """
-    out = str(Path(config.out).relative_to(work.path))
-    settings = config.settings | {"count": config.count, "forced": which}
 
-    def run() -> None:
-        Path(config.out).parent.mkdir(parents=True, exist_ok=True)
-        tokenizer = load_tokenizer(config.model)
-        renderer = renderer_for(tokenizer, "qwen3")
-        sampler = make_sampler(
-            config.sampler, config.model, config.rollout.max_tokens, len(tokenizer)
-        )
-        host = make_host(config.env, config.rollout.step_timeout, config.at_once)
-        with RolloutFile(config.out, settings) as file, stop_requests() as stop:
-            forced = ForcedSampler(sampler, renderer, which)
-            runner = Runner(forced, renderer, host, config.rollout, in_flight=config.at_once)
-            try:
-                jobs = [Job(config.env.name, task, 0) for task in _tasks(config)]
-                for rollout in runner.run([j for j in jobs if j.id not in file.done], stop):
-                    file.append(rollout)
-            finally:
-                host.close()
-                sampler.close()
-        if stop.is_set():
-            raise KeyboardInterrupt
+    def force(sampler: Sampler, renderer: Renderer) -> ForcedSampler:
+        return ForcedSampler(sampler, renderer, which)
 
-    work.stage(title, settings, (out,), run, unfinished=out)
-
-
-def _tasks(config: EvaluateConfig) -> list[str]:
-    env = config.env.maker()()
-    try:
-        return spread(env.tasks(config.split), config.count)
-    finally:
-        env.close()
+    story.play(work, title, config, force, {"forced": which})

@@ -14,14 +14,13 @@ import numpy as np
 from rich.console import Console
 
 from race_jax.advantages import degenerate_groups, group_relative
-from race_jax.rl_data import Judged, RowStats, make_batch, outcome_reward, sampled_logprobs
+from race_jax.rl_data import Judged, RowStats, judged, make_batch, outcome_reward
 from race_jax.rollout.jobs import Job
 from race_jax.rollout.loop import Runner
 from race_jax.rollout.results import Group, Rollout
 from race_jax.train.policy import Numbers, PolicyLoop, train_policy
 from race_jax.train.rl_config import RlConfig
 from race_jax.train.state import TrainState
-from race_jax.types import TokenTrajectory
 
 
 def rl(config: RlConfig, *, console: Console | None = None, until: int | None = None) -> int:
@@ -102,14 +101,3 @@ class GroupLoop(PolicyLoop[Judged]):
             masking=config.loss.masking,
             reduction=config.loss.reduction,
         )
-
-
-def judged(
-    rollout: Rollout, tokens: TokenTrajectory, advantage: float, removed: tuple[int, ...] | None
-) -> Judged:
-    """A rollout as the update needs it; `removed` is None where LoGiC found no cover."""
-    if removed is None:
-        return Judged(tokens, sampled_logprobs(rollout), advantage)
-    # The first turn is kept without a test, so it says nothing about the need to reason.
-    kept = tuple(t for t in tokens.reasoned if t > 0 and t not in removed)
-    return Judged(tokens, sampled_logprobs(rollout), advantage, removed, kept)

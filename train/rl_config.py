@@ -12,6 +12,7 @@ from race_jax.envs.factory import EnvironmentConfig
 from race_jax.logic.cover import EPSILON, check_epsilons
 from race_jax.losses import Reduction
 from race_jax.rollout.limits import RolloutConfig
+from race_jax.settings import check_rules
 from race_jax.train.distributed import MeshConfig
 from race_jax.train.optimizer import LoraConfig, OptimizerConfig
 from race_jax.train.samplers import SamplerConfig
@@ -101,9 +102,7 @@ class PolicyLossConfig:
                 "null, or above 0 and with old_logprobs: recomputed",
             ),
         }
-        for name, (kept, rule) in rules.items():
-            if not kept:
-                raise ValueError(f"loss.{name} is {getattr(self, name)!r}; it must be {rule}.")
+        check_rules("loss", self, rules)
 
 
 def _gentle() -> OptimizerConfig:

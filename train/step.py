@@ -12,6 +12,7 @@ import optax
 
 from race_jax import losses
 from race_jax.logprobs import token_logprobs
+from race_jax.settings import check_rules
 from race_jax.sharding import constrain
 from race_jax.train.optimizer import compute_params, matrices
 from race_jax.train.state import Trainee, TrainState
@@ -57,9 +58,7 @@ class ComputeConfig:
             "remat": (self.remat in ("block", "none"), "block or none"),
             "head_chunk": (self.head_chunk >= 1, "at least 1"),
         }
-        for name, (kept, rule) in rules.items():
-            if not kept:
-                raise ValueError(f"compute.{name} is {getattr(self, name)!r}; it must be {rule}.")
+        check_rules("compute", self, rules)
 
 
 def select_places(batch: Arrays, places: int) -> tuple[jax.Array, dict[str, jax.Array]]:

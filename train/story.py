@@ -27,10 +27,11 @@ from race_jax.report import read_records
 from race_jax.rollout.limits import RolloutConfig
 from race_jax.sft_data import SftDataConfig
 from race_jax.tokenizer import load_tokenizer
-from race_jax.train.evaluate_cli import EvaluateConfig, evaluate
+from race_jax.train.evaluate_cli import EvaluateConfig, evaluate_as
 from race_jax.train.export_cli import export
 from race_jax.train.logic_cli import logic, parse_epsilons
 from race_jax.train.optimizer import OptimizerConfig
+from race_jax.train.playing import Wrap
 from race_jax.train.progress import Meter
 from race_jax.train.rl import rl
 from race_jax.train.rl_config import CoverConfig, PolicyLossConfig, RlConfig
@@ -38,8 +39,7 @@ from race_jax.train.runtime import enable_compilation_cache, model_fingerprint
 from race_jax.train.samplers import SamplerConfig
 from race_jax.train.sft import sft
 from race_jax.train.sft_setup import SftConfig
-from race_jax.train.step import ComputeConfig
-from race_jax.train.tiny import TinyTraining, fresh_model, lessons, tiny_config, train
+from race_jax.train.tiny import COMPUTE, TinyTraining, fresh_model, lessons, tiny_config, train
 from race_jax.train.workspace import Workspace, digest_of
 from race_jax.trajectories import read, write
 from race_jax.types import Params, TokenTrajectory, Trajectory, is_turn
@@ -53,7 +53,6 @@ SPLIT = 1_000_000_000
 """Seeds of held-out tasks start this far above those of training tasks."""
 LENGTH, TURN = 768, 64
 """Most tokens of an episode and of a turn; the world's longest right ones take about half."""
-FLOAT32 = ComputeConfig("float32", remat="none", head_chunk=4096)
 
 
 def make_trajectories(
@@ -225,7 +224,7 @@ def sft_settings(
         ),
         steps=steps,
         optimizer=OptimizerConfig(lr=3e-4, warmup=0.1),
-        compute=FLOAT32,
+        compute=COMPUTE,
         seed=seed,
         eval_every=max(steps, 1),
         save_every=10,
@@ -274,7 +273,7 @@ def rl_settings(
         logic=CoverConfig(enabled=covers, epsilon=epsilon),
         loss=loss or PolicyLossConfig(),
         optimizer=OptimizerConfig(lr=1e-4, schedule="constant", warmup=0.0),
-        compute=FLOAT32,
+        compute=COMPUTE,
         rows=4,
         seed=seed,
         save_every=1,
@@ -329,11 +328,20 @@ def reinforce(work: Workspace, title: str, config: RlConfig) -> None:
     _stage_of_run(work, title, config.out, settings, run)
 
 
-def play(work: Workspace, title: str, config: EvaluateConfig) -> None:
-    """An evaluation; a run that was cut short plays only what is left."""
+def play(
+    work: Workspace,
+    title: str,
+    config: EvaluateConfig,
+    wrap: Wrap | None = None,
+    method: Mapping[str, Any] | None = None,
+) -> None:
+    """An evaluation; a run that was cut short plays only what is left.
+
+    Arguments after the stage's title are those of `evaluate_as`.
+    """
 
     def run() -> None:
-        code = evaluate(config)
+        code = evaluate_as(config, wrap, method)
         if code == 130:
             raise KeyboardInterrupt
         if code:
@@ -343,7 +351,7 @@ def play(work: Workspace, title: str, config: EvaluateConfig) -> None:
 
     out = str(Path(config.out).relative_to(work.path))
     summary = str(Path(out).with_suffix(".summary.json"))
-    settings = config.settings | {"count": config.count}
+    settings = {**config.settings, **(method or {}), "count": config.count}
     work.stage(title, settings, (out, summary), run, unfinished=out)
 
 

@@ -55,12 +55,8 @@ def forked_states(tree: Tree, credit: EdgeCredit) -> list[Judgement]:
 
     Reference: CARL eq. 5, with the tree's own branches in place of greedy continuations.
     """
-    children: dict[int, list[int]] = {}
-    for n, node in enumerate(tree.nodes):
-        if node.parent >= 0:
-            children.setdefault(node.parent, []).append(n)
     found = []
-    for state, below in children.items():
+    for state, below in enumerate(tree.children):
         if len(below) < 2:
             continue
         node = tree.nodes[state]

@@ -19,6 +19,7 @@ from race_jax.rollout.jobs import Job
 from race_jax.rollout.limits import request_seed
 from race_jax.rollout.loop import Runner, Stop
 from race_jax.rollout.results import Rollout
+from race_jax.settings import check_rules
 
 Rule = Literal["density", "random", "arpo"]
 
@@ -54,9 +55,7 @@ class ForkConfig:
             "alpha": (0 <= self.alpha <= 1, "a probability, 0 to 1"),
             "beta": (math.isfinite(self.beta) and self.beta >= 0, "finite and at least 0"),
         }
-        for name, (kept, rule) in rules.items():
-            if not kept:
-                raise ValueError(f"tree.{name} is {getattr(self, name)!r}; it must be {rule}.")
+        check_rules("tree", self, rules)
         if self.first + self.forks < 2:
             raise ValueError(
                 f"tree.first is {self.first} and tree.forks is {self.forks}; a tree needs at least "

@@ -18,22 +18,21 @@ import numpy as np
 
 from race_jax.carl.advantages import EdgeCredit
 from race_jax.carl.tree import Tree
-from race_jax.packing import (
-    ACTION,
-    DECISION,
-    OTHER,
-    Example,
-    make_example,
-    next_in_segment,
-    plan_rows,
+from race_jax.packing import OTHER, fill_rows, make_example, plan_rows
+from race_jax.rl_data import (
+    Arrays,
+    RowStats,
+    closure_example,
+    judged,
+    policy_example,
+    round_parts,
 )
-from race_jax.rl_data import Arrays, RowStats, closure_example, round_parts, sampled_logprobs
 
 Removed = Mapping[int, Collection[int]]
 """By sample, the turns whose reasoning its cover took out."""
 
 
-class Judged(NamedTuple):
+class JudgedTree(NamedTuple):
     """A tree with all that an update needs to know of it.
 
     Attributes:
@@ -48,23 +47,19 @@ class Judged(NamedTuple):
 
 
 class _Layout:
-    """Which ids each edge of a tree brings."""
+    """Which ids each edge of a tree brings, and what is known of them."""
 
-    def __init__(self, item: Judged, place: int, masking: bool):
-        self.item, self.place, self.masking = item, place, masking
-        tree = item.tree
-        self.examples: dict[int, Example] = {}
-        self.nats: dict[int, np.ndarray] = {}
-        for sample, rollout in tree.rollouts.items():
+    def __init__(self, item: JudgedTree, place: int, masking: bool):
+        self.item, self.place = item, place
+        self.children = item.tree.children
+        self.examples: dict[int, Arrays] = {}
+        self.turns: dict[int, np.ndarray] = {}
+        for sample, rollout in item.tree.rollouts.items():
             assert rollout.tokens is not None
-            example = make_example(rollout.tokens, place)
-            nats = np.zeros(len(example.tokens), np.float32)
-            nats[example.kinds != OTHER] = sampled_logprobs(rollout)
-            self.examples[sample], self.nats[sample] = example, nats
-        self.children: list[list[int]] = [[] for _ in tree.nodes]
-        for n, node in enumerate(tree.nodes):
-            if node.parent >= 0:
-                self.children[node.parent].append(n)
+            # Advantages are of edges, and come with them.
+            alone = judged(rollout, rollout.tokens, 0.0, item.removed.get(sample))
+            self.examples[sample] = policy_example(alone, place, masking=masking)
+            self.turns[sample] = make_example(rollout.tokens, place).turns
 
     def span(self, node: int) -> tuple[int, int]:
         """Begin and end, in its rollout's ids, of what the edge into a node brings.
@@ -73,11 +68,11 @@ class _Layout:
         after it. The root brings the prompt.
         """
         state = self.item.tree.nodes[node]
-        turns = self.examples[state.sample].turns
+        turns = self.turns[state.sample]
         begin = 0 if node == 0 else int(turns[state.turn - 1, 0]) - 1
         if state.turn < len(turns):
             return begin, int(turns[state.turn, 0]) - 1
-        return begin, len(self.examples[state.sample].tokens)
+        return begin, len(self.examples[state.sample]["tokens"])
 
     def above(self, node: int) -> list[int]:
         """The node and all before it, the root first."""
@@ -97,7 +92,7 @@ class _Layout:
 
     def _action_end(self, node: int) -> int:
         state = self.item.tree.nodes[node]
-        return int(self.examples[state.sample].turns[state.turn - 1, 1]) if state.turn else 0
+        return int(self.turns[state.sample][state.turn - 1, 1]) if state.turn else 0
 
     def unit(self, trained: Collection[int]) -> Arrays:
         """The part of the tree that some trained edges need, as arrays [n].
@@ -130,43 +125,23 @@ class _Layout:
 
     def _edge(self, node: int, piece: int, trained: bool, leaf: bool) -> Arrays:
         """What one edge brings; it carries loss if it is `trained`."""
-        state = self.item.tree.nodes[node]
-        example = self.examples[state.sample]
         begin, end = self.span(node)
         if leaf:
             end = self._action_end(node)
-        kinds = example.kinds[begin:end].copy()
+        example = self.examples[self.item.tree.nodes[node].sample]
+        part = {name: values[begin:end] for name, values in example.items()}
         # The first id is a copy of the state's last one, which its own edge has if any.
-        kinds[:1] = OTHER
-        asked = (kinds == DECISION) & (state.turn - 1 in self.kept(state.sample))
-        if not trained:
-            kinds[:] = OTHER
-        completion = kinds != OTHER
-        keep = completion.copy()
-        removed = self.item.removed.get(state.sample, ())
-        if self.masking and state.turn - 1 in removed:
-            keep &= kinds == ACTION
+        loss = np.arange(end - begin) > 0 if trained else np.zeros(end - begin, bool)
+        completion = part["completion"] & loss
         advantage = float(self.item.credit.advantages[node])
-        return {
-            "tokens": example.tokens[begin:end],
+        return part | {
             "positions": np.arange(begin, end, dtype=np.int32),
             "pieces": np.full(end - begin, piece, np.int32),
-            "kinds": kinds,
+            "kinds": np.where(loss, part["kinds"], OTHER).astype(np.uint8),
             "completion": completion,
-            "keep": keep,
-            "old_logprobs": np.where(completion, self.nats[state.sample][begin:end], 0),
+            "keep": part["keep"] & loss,
             "advantages": np.where(completion, advantage, 0).astype(np.float32),
-            "close_weight": np.zeros(end - begin, np.float32),
-            "asked": asked,
         }
-
-    def kept(self, sample: int) -> frozenset[int]:
-        """Turns of a successful rollout whose reasoning its cover tested and kept."""
-        removed = self.item.removed.get(sample)
-        tokens = self.item.tree.rollouts[sample].tokens
-        if removed is None or tokens is None:
-            return frozenset()
-        return frozenset(t for t in tokens.reasoned if t > 0 and t not in removed)
 
     def units(self, share: bool, length: int) -> list[Arrays]:
         """The whole update set, in parts of at most `length` ids.
@@ -224,20 +199,11 @@ class _Layout:
             others = np.flatnonzero(example["close_weight"])[: len(removed) - len(own)]
             example["close_weight"][others] = 0
             example["kinds"][others] = OTHER
-            count = len(example["tokens"])
-            yield {name: example[name] for name in _KEYS} | {
-                "positions": np.arange(count, dtype=np.int32),
-                "pieces": np.ones(count, np.int32),
-                "ends": np.full(count, count, np.int32),
-                "asked": np.zeros(count, bool),
-            }
-
-
-_KEYS = ("tokens", "kinds", "completion", "keep", "old_logprobs", "advantages", "close_weight")
+            yield example
 
 
 def make_tree_batch(
-    items: Sequence[Judged],
+    items: Sequence[JudgedTree],
     *,
     place: int,
     length: int,
@@ -288,7 +254,7 @@ def make_tree_batch(
     lengths = [len(unit["tokens"]) for unit in units]
     plan = plan_rows(lengths, length)
     plan += [[]] * (rows * round_parts(-(-len(plan) // rows)) - len(plan))
-    batch = _fill([[units[n] for n in row] for row in plan], length)
+    batch = fill_rows([[units[n] for n in row] for row in plan], length)
     if not share:
         del batch["ends"]
     return batch, RowStats(
@@ -300,34 +266,3 @@ def make_tree_batch(
         extra=sum(lengths) - sampled,
         padding=len(plan) * length - sum(lengths),
     )
-
-
-def _fill(rows: Sequence[Sequence[Arrays]], length: int) -> Arrays:
-    """Units to arrays [B, T], with all that speaks of a token moved to the place before it."""
-    shape = (len(rows), length)
-    first = next(unit for row in rows for unit in row)
-    arrays = {name: np.zeros(shape, x.dtype) for name, x in first.items()}
-    segment_ids, pieces = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    arrays["ends"][:] = np.arange(1, length + 1)
-    for r, row in enumerate(rows):
-        at = 0
-        for segment, unit in enumerate(row, 1):
-            end = at + len(unit["tokens"])
-            for name, values in unit.items():
-                arrays[name][r, at:end] = values + at if name == "ends" else values
-            segment_ids[r, at:end] = segment
-            # The pieces of a row, numbered on from those of the units before.
-            pieces[r, at:end] = unit["pieces"] + pieces[r].max()
-            at = end
-    kept = {name: arrays.pop(name) for name in ("tokens", "positions", "ends")}
-    del arrays["pieces"]
-    shifted = {name: next_in_segment(x, pieces) for name, x in arrays.items()}
-    kinds = shifted.pop("kinds").astype(np.int32)
-    return {
-        **{name: x.astype(np.int32) for name, x in kept.items()},
-        "targets": next_in_segment(kept["tokens"].astype(np.int32), pieces),
-        "segment_ids": segment_ids,
-        "loss_mask": kinds != OTHER,
-        "kinds": kinds,
-        **shifted,
-    }

@@ -74,14 +74,13 @@ class Tree:
         self.paths: dict[int, tuple[int, ...]] = {}
         self.dropped = self.diverged = 0
 
-    def add(self, rollout: Rollout, reward: float | None = None) -> bool:
+    def add(self, rollout: Rollout) -> bool:
         """Put a rollout into the tree, after the one that it forks from.
 
         The running mean of a state that was left again is H <- (h + H n) / (n + 1), n <- n + 1.
 
         Args:
             rollout: A finished one of this task.
-            reward: The outcome; by default the environment's.
 
         Returns:
             Whether it is in; a spoilt one is only counted, and the state that it could not come
@@ -116,7 +115,7 @@ class Tree:
             state.actions += 1
             path.append(len(self.nodes))
             self.nodes.append(Node(path[-2], rollout.sample, turn + 1, nats))
-        self.nodes[path[-1]].reward = rollout.reward if reward is None else reward
+        self.nodes[path[-1]].reward = rollout.reward
         self.rollouts[rollout.sample], self.paths[rollout.sample] = rollout, tuple(path)
         return True
 
@@ -151,6 +150,15 @@ class Tree:
     def states(self) -> list[int]:
         """Nodes from which an action can be sampled: no leaves, no closed ones."""
         return [n for n, node in enumerate(self.nodes) if node.reward is None and not node.closed]
+
+    @property
+    def children(self) -> list[list[int]]:
+        """The nodes below each node, in the order in which they came."""
+        below: list[list[int]] = [[] for _ in self.nodes]
+        for n, node in enumerate(self.nodes):
+            if node.parent >= 0:
+                below[node.parent].append(n)
+        return below
 
     @property
     def edges(self) -> int:

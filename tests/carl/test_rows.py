@@ -9,7 +9,7 @@ import pytest
 from carl_samples import Digits, trees, word_renderer
 
 from race_jax.carl.forking import ForkConfig
-from race_jax.carl.rows import Judged, make_tree_batch
+from race_jax.carl.rows import JudgedTree, make_tree_batch
 from race_jax.carl.tree import credit_trees
 from race_jax.envs.potion_text import words
 from race_jax.envs.potions import PotionShopConfig
@@ -35,7 +35,8 @@ def items():
     make = functools.partial(Digits, turns=3)
     grown = list(trees(make=make, config=ForkConfig(first=2, forks=6, rule="random")).values())
     return [
-        Judged(tree, credit, {}) for tree, credit in zip(grown, credit_trees(grown), strict=True)
+        JudgedTree(tree, credit, {})
+        for tree, credit in zip(grown, credit_trees(grown), strict=True)
     ]
 
 

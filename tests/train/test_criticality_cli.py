@@ -60,7 +60,7 @@ def test_a_model_is_judged_state_by_state(whole, tmp_path):
 def test_a_stopped_analysis_plays_only_what_is_left(whole, tmp_path):
     rollouts = list(read_rollouts(whole.out))
     config = config_of(whole.model, tmp_path / "states.jsonl")
-    with RolloutFile(config.out, config.settings) as file:
+    with RolloutFile(config.out, config.deciding(config.model)) as file:
         for rollout in rollouts[:5]:
             file.append(rollout)
     assert carl_criticality(config) == 0

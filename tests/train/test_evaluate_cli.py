@@ -24,7 +24,8 @@ from race_jax.rollout.protocol import Request
 from race_jax.rollout.results import read_rollouts
 from race_jax.tokenizer import load_tokenizer
 from race_jax.train.cli import main
-from race_jax.train.evaluate_cli import EvaluateConfig, spread
+from race_jax.train.evaluate_cli import EvaluateConfig
+from race_jax.train.playing import spread
 from race_jax.train.samplers import SamplerConfig
 from race_jax.trajectories import read
 

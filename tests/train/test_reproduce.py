@@ -50,7 +50,7 @@ def test_an_arm_of_rl_from_nothing_to_its_line_in_the_table(tmp_path, capsys):
     rollouts = list(read_rollouts(tmp_path / "r" / "seed_0" / "evaluations" / "no_closure.jsonl"))
     assert len(rollouts) == 4
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("rl", "sft", "evaluate", "logic", "_train"):
+        for name in ("rl", "sft", "evaluate_as", "logic", "_train"):
             patch.setattr(story, name, None)
         assert reproduce(config) == 0
     assert capsys.readouterr().out.count("[4/4] seed 0: RACE-SFT-RL, no closure") == 2
