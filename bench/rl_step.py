@@ -15,7 +15,7 @@ its own, so that its peak of resident memory is its own:
 - Tunix, where it can be imported: its `grpo_loss_fn` on its own Qwen3 with its block checkpointing,
   `token-mean`, gradients of parts summed, optax's AdamW. Its trainer, which wants a cluster of
   roles, is left out. Its logits for this checkpoint differ from those of transformers, so its first
-  loss does too; the work is the same.
+  loss does too; why, and so whether the work is quite the same, is not known.
 
 A second table takes the same model's time for LoGiC on half of the episodes, as if those had
 succeeded, and for the check that the paper finds too slow: K drafts of each tested turn's action

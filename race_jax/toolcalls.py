@@ -7,7 +7,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
-from urllib.parse import unquote
+
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
 
 from race_jax.tokenizer import CALL, END_CALL, check_text, spell
 
@@ -263,12 +266,13 @@ def _resolved(schema: Any, root: Any) -> Mapping[str, Any]:
         if not isinstance(schema, Mapping):
             return {}
         pointer = schema.get("$ref")
-        if not isinstance(pointer, str) or not pointer.startswith("#"):
+        if not isinstance(pointer, str) or not isinstance(root, Mapping):
             return schema
-        schema = root
-        for part in filter(None, unquote(pointer[1:]).split("/")):
-            key = part.replace("~1", "/").replace("~0", "~")
-            schema = schema.get(key) if isinstance(schema, Mapping) else None
+        resolver = Registry().resolver_with_root(DRAFT202012.create_resource(root))
+        try:
+            schema = resolver.lookup(pointer).contents
+        except Unresolvable:
+            return {}
     return {}
 
 

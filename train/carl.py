@@ -86,7 +86,6 @@ class TreeLoop(PolicyLoop[JudgedTree]):
 
     def judge(self, groups: Sequence[Group], state: TrainState) -> tuple[list[JudgedTree], Numbers]:
         """Credits and covers of all trees that have an edge."""
-        usable, numbers = self.usable(groups)
         trees = list(rebuild(r for group in groups for r in group.rollouts).values())
         grown = [tree for tree in trees if tree.edges]
         credits = credit_trees(grown, Credit(self.config.credit), self.config.baseline)
@@ -94,7 +93,7 @@ class TreeLoop(PolicyLoop[JudgedTree]):
             raise RunFailed(
                 "no tree of the step has a state with two actions: all forks were spoilt"
             )
-        covers, told = self.covers([r for _, r in usable], state)
+        covers, told = self.covers([r for group in groups for r in group.usable], state)
         items = [
             JudgedTree(
                 tree,
@@ -103,7 +102,7 @@ class TreeLoop(PolicyLoop[JudgedTree]):
             )
             for tree, credit in zip(grown, credits, strict=True)
         ]
-        return items, numbers | told | self._tell(groups, trees, items)
+        return items, told | self._tell(groups, trees, items)
 
     def _tell(
         self, groups: Sequence[Group], trees: Sequence[Tree], items: Sequence[JudgedTree]

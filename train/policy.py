@@ -29,7 +29,7 @@ from race_jax.rl_data import RowStats, task_order
 from race_jax.rollout.jobs import Job
 from race_jax.rollout.limits import request_seed
 from race_jax.rollout.loop import RunFailed, Runner
-from race_jax.rollout.measures import measure, stops_line
+from race_jax.rollout.measures import Measures, measure, stops_line
 from race_jax.rollout.results import Group, Rollout, gather, read_rollouts
 from race_jax.rollout.workers import make_host
 from race_jax.sharding import use_mesh
@@ -136,10 +136,14 @@ class PolicyLoop(abc.ABC, Generic[Item]):
 
     @abc.abstractmethod
     def judge(self, groups: Sequence[Group], state: TrainState) -> tuple[Sequence[Item], Numbers]:
-        """What the update needs to know of a step's episodes, and numbers on them.
+        """What the update needs to know of a step's episodes, and the method's numbers on them.
+
+        Args:
+            groups: By task; at least one has a usable episode.
+            state: The policy that sampled them.
 
         Raises:
-            RunFailed: No episode can be used.
+            RunFailed: There is nothing to train on.
         """
 
     @abc.abstractmethod
@@ -188,15 +192,22 @@ class PolicyLoop(abc.ABC, Generic[Item]):
         config = self.run.config
         if step == 1:
             self._say(check_start(found, config.loss, config.guard, covered=config.logic.enabled))
-        items, numbers = self.judge(groups, state)
-        judged = time.monotonic()
+        if not any(group.usable for group in groups):
+            raise RunFailed(f"no episode of the step can be trained on; {stops_line(found)}")
+        items, judged = self.judge(groups, state)
+        clock = time.monotonic()
         state, told = self._update(step, state, items)
-        numbers |= told | {
-            "time/rollout": played - began,
-            "time/logic": judged - played,
-            "time/update": time.monotonic() - judged,
-            "memory/peak_bytes": peak_memory(),
-        }
+        numbers = (
+            measured(found, groups)
+            | judged
+            | told
+            | {
+                "time/rollout": played - began,
+                "time/logic": clock - played,
+                "time/update": time.monotonic() - clock,
+                "memory/peak_bytes": peak_memory(),
+            }
+        )
         self.writer.write(step, numbers)
         self._show(step, numbers)
         self._say(self.guard.note(step, numbers))
@@ -238,28 +249,6 @@ class PolicyLoop(abc.ABC, Generic[Item]):
             return None
         jobs = [Job(run.env_name, name, n) for name in names for n in range(self.samples)]
         return list(gather((rollouts[job.id] for job in jobs if job.id in rollouts), self.samples))
-
-    def usable(self, groups: Sequence[Group]) -> tuple[list[tuple[int, Rollout]], Numbers]:
-        """Episodes to train on, each with its group's number; and what is told of all episodes.
-
-        Raises:
-            RunFailed: There is none.
-        """
-        everything = [rollout for group in groups for rollout in group.rollouts]
-        usable = [(n, rollout) for n, group in enumerate(groups) for rollout in group.usable]
-        found = measure(everything, "step")
-        if not usable:
-            raise RunFailed(f"no episode of the step can be trained on; {stops_line(found)}")
-        return usable, {
-            "rl/reward": found.reward,
-            "rl/success": found.success,
-            "rl/reasoning_tokens": found.reasoning_tokens,
-            "rl/skip_ratio": found.skip_ratio,
-            "rl/thinking_tokens": found.thinking_tokens,
-            "rl/turns": found.turns,
-            "rl/truncated": found.truncated,
-            "rl/unusable": len(everything) - len(usable),
-        }
 
     def covers(
         self, rollouts: Sequence[Rollout], state: TrainState
@@ -349,6 +338,20 @@ class PolicyLoop(abc.ABC, Generic[Item]):
             f"step {step}/{self.run.config.steps}: {self.summary(n)}, loss "
             f"{n['train/loss']:.4f}; {sum(times):.1f} s: {shares}"
         )
+
+
+def measured(found: Measures, groups: Sequence[Group]) -> Numbers:
+    """The metrics of a step's episodes, spoilt ones too."""
+    return {
+        "rl/reward": found.reward,
+        "rl/success": found.success,
+        "rl/reasoning_tokens": found.reasoning_tokens,
+        "rl/skip_ratio": found.skip_ratio,
+        "rl/thinking_tokens": found.thinking_tokens,
+        "rl/turns": found.turns,
+        "rl/truncated": found.truncated,
+        "rl/unusable": found.episodes - sum(len(group.usable) for group in groups),
+    }
 
 
 def update_numbers(told: Mapping[str, float], stats: RowStats) -> Numbers:

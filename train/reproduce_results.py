@@ -128,7 +128,6 @@ class Found:
 
 
 def _line_dict(line: Line) -> dict[str, Any]:
-    means = ("success", "tokens", "tokens_solved", "skipped")
     spreads: Mapping[str, Spread] = {
         "success": line.success,
         "tokens": line.tokens,
@@ -137,7 +136,7 @@ def _line_dict(line: Line) -> dict[str, Any]:
     }
     return {
         "name": line.name,
-        **{name: dataclasses.asdict(spreads[name]) for name in means},
+        **{name: dataclasses.asdict(spread) for name, spread in spreads.items()},
         "seeds": [row.as_dict() for row in line.rows],
         "paper": dict(zip(BENCHMARKS, line.paper, strict=False)),
     }

@@ -72,7 +72,7 @@ class GroupLoop(PolicyLoop[Judged]):
     def judge(self, groups: Sequence[Group], state: TrainState) -> tuple[list[Judged], Numbers]:
         """Group-relative advantages and covers of all usable trajectories."""
         loss = self.config.loss
-        usable, numbers = self.usable(groups)
+        usable = [(n, rollout) for n, group in enumerate(groups) for rollout in group.usable]
         ids = jnp.asarray([n for n, _ in usable])
         rewards = jnp.asarray([outcome_reward(r, loss.adaptthink) for _, r in usable], jnp.float32)
         advantages = group_relative(
@@ -85,7 +85,7 @@ class GroupLoop(PolicyLoop[Judged]):
             for (_, r), advantage in zip(usable, np.asarray(advantages), strict=True)
             if r.tokens is not None
         ]
-        return items, numbers | told | {"rl/degenerate": float(np.mean(np.asarray(flat)))}
+        return items, told | {"rl/degenerate": float(np.mean(np.asarray(flat)))}
 
     def rows(
         self, items: Sequence[Judged], closure: float

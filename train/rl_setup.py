@@ -21,7 +21,6 @@ from race_jax.logic.scoring import Scorer
 from race_jax.logprobs import float32_head
 from race_jax.metrics import check_trackers
 from race_jax.models import load_config, make_model
-from race_jax.models.sampler import LocalSampler
 from race_jax.packing import closing_id, decision_place
 from race_jax.rl_data import task_order
 from race_jax.rl_loss import actor_loss, actor_measures
@@ -33,6 +32,7 @@ from race_jax.train.rl_config import FREE, PolicyRunConfig
 from race_jax.train.rl_watch import closing_probe
 from race_jax.train.runs import TrainingRun
 from race_jax.train.runtime import enable_compilation_cache, model_fingerprint
+from race_jax.train.samplers import local_sampler
 from race_jax.train.state import Trainee, TrainState
 from race_jax.train.step import Arrays, batch_logprobs, make_step, split_batch
 from race_jax.types import Params, TokenTrajectory
@@ -96,14 +96,12 @@ class Run(TrainingRun):
         config = self.config
         state, self.notes = self.begin(checkpoints, FREE)
         length = min(config.rollout.max_tokens, self.model.context_length)
-        self.sampler = LocalSampler(
+        self.sampler = local_sampler(
+            config.sampler,
             self.model,
             self.policy(state, config.sampler.dtype),
-            known=self.known,
-            slots=config.sampler.slots,
-            length=min(config.sampler.length or length, length),
-            chunk=config.sampler.chunk,
-            host_bytes=int(config.sampler.host_gib * 2**30),
+            config.rollout.max_tokens,
+            self.known,
         )
         self.engine = Engine(
             self.model,

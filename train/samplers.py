@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from race_jax.rollout.http import HttpSampler, LogprobsMode
 from race_jax.rollout.protocol import Sampler
+from race_jax.types import LanguageModel, Params
+
+if TYPE_CHECKING:
+    from race_jax.models.sampler import LocalSampler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,18 +77,36 @@ def make_sampler(config: SamplerConfig, model: str, most_tokens: int, known: int
             timeout=config.timeout,
         )
     from race_jax.models import load_model
-    from race_jax.models.sampler import LocalSampler
     from race_jax.train.runtime import enable_compilation_cache
 
     enable_compilation_cache()
     network = load_model(model, dtype=config.dtype)
-    length = min(config.length or most_tokens, network.context_length)
+    return local_sampler(config, network, network.params, most_tokens, known)
+
+
+def local_sampler(
+    config: SamplerConfig, network: LanguageModel, params: Params, most_tokens: int, known: int
+) -> LocalSampler:
+    """A sampler on this process's devices.
+
+    Args:
+        config: Its sizes.
+        network: Pure forward functions.
+        params: Of the network.
+        most_tokens: Most tokens of a trajectory.
+        known: The tokenizer's length; ids from here on are never sampled.
+
+    Raises:
+        ValueError: A setting does not fit.
+    """
+    from race_jax.models.sampler import LocalSampler
+
     return LocalSampler(
         network,
-        network.params,
+        params,
         known=min(known, network.vocab_size),
         slots=config.slots,
-        length=length,
+        length=min(config.length or most_tokens, network.context_length),
         chunk=config.chunk,
         host_bytes=int(config.host_gib * 2**30),
     )
