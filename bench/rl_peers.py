@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import functools
-import resource
 import time
 
 import numpy as np
+from updates import SHAPE, peak_mib
 
-SHAPE = {
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 8192,
-}
-CHUNK = 256
 PROMPT, REASONING, ACTION, OBSERVATION = 128, 64, 24, 48
 CLOSE, BLANK, END = 1, 2, 3
-
-
-def peak_mib() -> float:
-    """Peak resident memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def episodes(args) -> list:

@@ -30,14 +30,13 @@ import argparse
 import functools
 import importlib.util
 import json
-import subprocess
-import sys
 import tempfile
 import time
 
 from rich.console import Console
 from rich.table import Table
-from rl_peers import ACTION, CHUNK, SHAPE, episodes, length_of, peak_mib, run_trl, run_tunix
+from rl_peers import ACTION, episodes, length_of, run_trl, run_tunix
+from updates import CHUNK, SHAPE, peak_mib, ratios_table, run_all
 
 
 def run_jax(args) -> dict[str, float]:
@@ -152,16 +151,6 @@ UPDATES = {
 CHECKS = {"LoGiC": run_logic, "drafts": run_drafts}
 
 
-def run_all(methods, args, folder: str) -> dict[str, dict[str, float]]:
-    """Each method's numbers, from a process of its own."""
-    results = {}
-    for method in methods:
-        command = [sys.executable, *sys.argv, "--method", method, "--folder", folder]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        results[method] = json.loads(done.stdout.splitlines()[-1])
-    return results
-
-
 def main() -> None:
     """Print two tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -189,24 +178,11 @@ def main() -> None:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         there = importlib.util.find_spec("tunix") is not None
         chosen = [m for m in UPDATES if there or UPDATES[m] is not run_tunix]
-        updates = run_all(chosen, args, folder)
-        checks = run_all(CHECKS, args, folder)
-    ours = updates["race-jax"]
+        updates = run_all(chosen, folder)
+        checks = run_all(CHECKS, folder)
     title = f"one update, {args.trajectories} trajectories of {length_of(args):,} tokens, float32"
-    table = Table(title=title)
-    for name in ("method", "seconds", "peak MiB", "x slower", "x more memory", "first loss"):
-        table.add_column(name, justify="left" if name == "method" else "right")
-    for method, result in updates.items():
-        table.add_row(
-            method,
-            f"{result['seconds']:.2f}",
-            f"{result['mib']:,.0f}",
-            f"{result['seconds'] / ours['seconds']:.2f}",
-            f"{result['mib'] / ours['mib']:.2f}",
-            f"{result['loss']:.5f}",
-        )
     console = Console(width=110)
-    console.print(table)
+    console.print(ratios_table(title, updates))
     update = updates["race-jax, cover-aware"]["seconds"]
     count = args.trajectories - args.trajectories // 2
     table = Table(title=f"finding covers of {count} of them")

@@ -14,38 +14,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import resource
-import subprocess
-import sys
 import tempfile
 import time
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from updates import CHUNK, SHAPE, peak_mib, ratios_table, run_all
 
-SHAPE = {
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "vocab_size": 151_936,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 8192,
-}
-CHUNK = 256
-
-
-def peak_mib() -> float:
-    """Peak resident memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+VOCAB = 151_936
 
 
 def make_batch(args) -> tuple[np.ndarray, np.ndarray]:
     """Token ids and whether each carries loss, [B, T + 1] and [B, T]."""
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, SHAPE["vocab_size"], (args.rows, args.tokens + 1), np.int32)
+    tokens = rng.integers(0, VOCAB, (args.rows, args.tokens + 1), np.int32)
     return tokens, rng.random((args.rows, args.tokens)) < args.share
 
 
@@ -161,31 +143,15 @@ def main() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen3", **SHAPE, num_hidden_layers=args.layers, dtype="float32")
-    results = {}
+    sizes = {"num_hidden_layers": args.layers, "vocab_size": VOCAB}
+    config = AutoConfig.for_model("qwen3", **SHAPE, **sizes, dtype="float32")
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        for method in METHODS:
-            command = [sys.executable, *sys.argv, "--method", method, "--folder", folder]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            results[method] = json.loads(done.stdout.splitlines()[-1])
-    ours = results["race-jax"]
+        results = run_all(METHODS, folder)
     title = (
         f"one step, {args.rows} x {args.tokens:,} tokens, {args.share:.0%} with loss, {args.dtype}"
     )
-    table = Table(title=title)
-    for name in ("method", "seconds", "peak MiB", "x slower", "x more memory", "first loss"):
-        table.add_column(name, justify="left" if name == "method" else "right")
-    for method, result in results.items():
-        table.add_row(
-            method,
-            f"{result['seconds']:.2f}",
-            f"{result['mib']:,.0f}",
-            f"{result['seconds'] / ours['seconds']:.2f}",
-            f"{result['mib'] / ours['mib']:.2f}",
-            f"{result['loss']:.5f}",
-        )
-    Console(width=110).print(table)
+    Console(width=110).print(ratios_table(title, results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A run of RL that takes seconds, on outcomes that the sampled ids decide."""
+"""Runs of RL and CARL that take seconds, on outcomes that the sampled ids decide."""
 
 import dataclasses
 import json
@@ -29,24 +29,31 @@ def judge_anew(path):
         yield dataclasses.replace(rollout, reward=float(number % 5), success=number % 2 == 0)
 
 
-def config_of(model, out, **changes):
-    given = {
+def settings_of(model, out, **changes):
+    """What both kinds of runs are told."""
+    return {
         "model": str(model),
         "out": str(out),
-        "steps": 3,
         "env": EnvironmentConfig("potions", {"size": 4, "orders": 1}),
         "prompts": 2,
-        "group": 3,
         "rollout": RolloutConfig(max_turns=3, max_turn_tokens=40, max_tokens=320),
         "sampler": SamplerConfig(slots=4, chunk=64),
-        "logic": CoverConfig(epsilon=5.0, slots=2, rows=2),
-        "loss": PolicyLossConfig(closure=0.5),
         "optimizer": OptimizerConfig(lr=1e-2, schedule="constant", warmup=0.0),
         "compute": ComputeConfig(dtype="float32"),
+        **changes,
+    }
+
+
+def config_of(model, out, **changes):
+    given = {
+        "steps": 3,
+        "group": 3,
+        "logic": CoverConfig(epsilon=5.0, slots=2, rows=2),
+        "loss": PolicyLossConfig(closure=0.5),
         "rows": 12,
         **changes,
     }
-    return RlConfig(**given)
+    return RlConfig(**settings_of(model, out, **given))
 
 
 def state_of(config):

@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from race_jax import jsonl
+from race_jax.settings import differing_settings
 from race_jax.train.progress import duration
 
 
@@ -28,7 +29,7 @@ class Workspace:
     Attributes:
         path: The folder.
         console: Where progress is shown.
-        begun: By stage, a digest of the settings under which it last began.
+        begun: By stage, the settings under which it last began.
         done: The same of stages that are finished.
     """
 
@@ -49,8 +50,8 @@ class Workspace:
         self.notes = self.path / notes
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"--out {path} is a file; name a folder, new or of an earlier run")
-        self.begun: dict[str, str] = {}
-        self.done: dict[str, str] = {}
+        self.begun: dict[str, Any] = {}
+        self.done: dict[str, Any] = {}
         if self.notes.is_file():
             # Notes that cannot be read count for nothing: then every stage runs again.
             with contextlib.suppress(ValueError, TypeError, KeyError):
@@ -93,23 +94,25 @@ class Workspace:
             unfinished: File or folder from which `work` goes on when it was cut short. It is
                 removed first if it is of other settings.
         """
-        settings = {**settings, "race-jax": importlib.metadata.version("race-jax")}
-        fingerprint = digest(json.dumps(settings, sort_keys=True).encode())
+        version = {"race-jax": importlib.metadata.version("race-jax")}
+        now = json.loads(json.dumps({**settings, **version}))
         there = all((self.path / name).exists() for name in made)
-        if there and self.done.get(title) == fingerprint:
+        before = self.done.get(title)
+        if there and before == now:
             self.console.print(f"[bold]{title}[/]: done in an earlier run, kept")
             return
-        if there and title in self.done:
-            self.console.print(f"{title}: made under other settings before, done again")
+        if there and isinstance(before, Mapping):
+            told = "; ".join(differing_settings(before, now))
+            self.console.print(f"{title}: made under other settings before ({told}), done again")
         self.console.print(f"[bold]{title}[/] ...")
         clock = time.monotonic()
-        if unfinished is not None and self.begun.get(title) != fingerprint:
+        if unfinished is not None and self.begun.get(title) != now:
             _remove(self.path / unfinished)
         self.done.pop(title, None)
-        self.begun[title] = fingerprint
+        self.begun[title] = now
         self._save()
         work()
-        self.done[title] = fingerprint
+        self.done[title] = now
         self._save()
         self.console.print(f"[bold]{title}[/]: {duration(time.monotonic() - clock)} min")
 
@@ -125,15 +128,10 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def digest(data: bytes) -> str:
-    """A short name for bytes: 16 hexadecimal digits."""
-    return hashlib.sha256(data).hexdigest()[:16]
-
-
 def digest_of(path: str | Path) -> str:
-    """A short name for a file's content.
+    """A short name for a file's content: 16 hexadecimal digits.
 
     Raises:
         OSError: It cannot be read.
     """
-    return digest(Path(path).read_bytes())
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]

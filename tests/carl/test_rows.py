@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from carl_samples import Digits, trees, word_renderer
+from checkpoint_samples import tiny_config
 
 from race_jax.carl.forking import ForkConfig
 from race_jax.carl.rows import JudgedTree, make_tree_batch
@@ -14,7 +15,7 @@ from race_jax.carl.tree import credit_trees
 from race_jax.envs.potion_text import words
 from race_jax.envs.potions import PotionShopConfig
 from race_jax.envs.word_tokenizer import word_tokenizer
-from race_jax.models import ModelConfig, init_model, make_model
+from race_jax.models import init_model, make_model
 from race_jax.packing import decision_place, make_example
 from race_jax.rl_loss import actor_loss
 from race_jax.train.optimizer import LoraConfig
@@ -127,22 +128,14 @@ def test_each_token_of_a_row_sees_its_own_branch_and_nothing_else(items, rendere
             assert batch["positions"][row][seen].tolist() == list(range(len(seen)))
 
 
-SHAPE = ModelConfig.from_hf(
-    {
-        "model_type": "qwen3",
-        "vocab_size": len(word_tokenizer(words(PotionShopConfig().size))),
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": LENGTH,
-        "rope_theta": 1e4,
-        "rms_norm_eps": 1e-5,
-        "initializer_range": 0.1,
-        "tie_word_embeddings": True,
-    }
+SHAPE = tiny_config(
+    len(word_tokenizer(words(PotionShopConfig().size))),
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=LENGTH,
+    rms_norm_eps=1e-5,
+    initializer_range=0.1,
 )
 
 
@@ -240,25 +233,16 @@ def test_bad_input_is_refused_by_name(items, renderer):
 def test_models_that_read_in_order_refuse_trees(items, renderer):
     batch, _ = batch_of(items, renderer)
     model = make_model(
-        ModelConfig.from_hf(
-            {
-                "model_type": "qwen3_5_text",
-                "vocab_size": 64,
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "head_dim": 16,
-                "layer_types": ["linear_attention", "full_attention"],
-                "linear_num_key_heads": 2,
-                "linear_num_value_heads": 2,
-                "linear_key_head_dim": 8,
-                "linear_value_head_dim": 8,
-                "linear_conv_kernel_dim": 4,
-                "partial_rotary_factor": 0.5,
-                "tie_word_embeddings": True,
-            }
+        tiny_config(
+            64,
+            model_type="qwen3_5_text",
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            linear_conv_kernel_dim=4,
+            partial_rotary_factor=0.5,
         ),
         {},
     )

@@ -1,45 +1,27 @@
 """Runs of CARL: trees, updates on forks, files, and going on after a stop."""
 
-import dataclasses
 import json
 
 import jax
 import numpy as np
 import pytest
 import sft_samples
-from rich.console import Console
+from rl_samples import QUIET, judge_anew, settings_of, state_of, told
 
 from race_jax.carl.forking import ForkConfig
 from race_jax.carl.tree import rebuild
-from race_jax.checkpoint import Checkpoints
-from race_jax.envs.factory import EnvironmentConfig
-from race_jax.rollout.limits import RolloutConfig
 from race_jax.rollout.results import read_rollouts
-from race_jax.train import policy, rl_setup
+from race_jax.train import policy
 from race_jax.train.carl import carl
 from race_jax.train.carl_config import CarlConfig
 from race_jax.train.cli import main
 from race_jax.train.distributed import MeshConfig
-from race_jax.train.optimizer import OptimizerConfig
 from race_jax.train.rl_config import CoverConfig, PolicyLossConfig
-from race_jax.train.samplers import SamplerConfig
-from race_jax.train.state import abstract_state
-from race_jax.train.step import ComputeConfig
-
-QUIET = Console(quiet=True)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return sft_samples.make_checkpoint(tmp_path_factory.mktemp("carl") / "model")
-
-
-def judge_anew(path):
-    """Rollouts with outcomes that their ids decide: a random model solves nothing by itself."""
-    for rollout in read_rollouts(path):
-        turns = rollout.tokens.turns if rollout.tokens else ()
-        number = sum(sum(turn.action) for turn in turns)
-        yield dataclasses.replace(rollout, reward=float(number % 5), success=number % 2 == 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,35 +32,8 @@ def outcomes():
 
 
 def config_of(model, out, **changes):
-    given = {
-        "model": str(model),
-        "out": str(out),
-        "steps": 2,
-        "env": EnvironmentConfig("potions", {"size": 4, "orders": 1}),
-        "prompts": 2,
-        "tree": ForkConfig(first=1, forks=4),
-        "rollout": RolloutConfig(max_turns=3, max_turn_tokens=40, max_tokens=320),
-        "sampler": SamplerConfig(slots=4, chunk=64),
-        "optimizer": OptimizerConfig(lr=1e-2, schedule="constant", warmup=0.0),
-        "compute": ComputeConfig(dtype="float32"),
-        "rows": 6,
-        **changes,
-    }
-    return CarlConfig(**given)
-
-
-def weights_of(config):
-    with Checkpoints(f"{config.out}/checkpoints", read_only=True) as checkpoints:
-        assert checkpoints.latest is not None
-        run = rl_setup.Run(config)
-        like = abstract_state(run.trainee, run.rule, run.mesh)
-        return jax.tree.map(np.asarray, checkpoints.restore(checkpoints.latest, like).trained)
-
-
-def told(config):
-    with open(f"{config.out}/metrics.jsonl") as file:
-        records = [json.loads(line) for line in file]
-    return [{k: v for k, v in r.items() if not k.startswith(("time/", "memory/"))} for r in records]
+    given = {"steps": 2, "tree": ForkConfig(first=1, forks=4), "rows": 6, **changes}
+    return CarlConfig(**settings_of(model, out, **given))
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +71,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(model, whole, tmp_path):
     carl(config, console=QUIET, until=1)
     assert carl(config, console=QUIET) == 0
     assert told(config) == told(whole)
-    jax.tree.map(np.testing.assert_array_equal, weights_of(config), weights_of(whole))
+    jax.tree.map(np.testing.assert_array_equal, state_of(config), state_of(whole))
 
 
 def test_rows_path_by_path_give_the_same_step(model, whole, tmp_path):

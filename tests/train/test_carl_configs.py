@@ -1,27 +1,15 @@
-from pathlib import Path
 from typing import get_args
 
 import pytest
+from config_samples import check_whole, files_of, parsed
 
 from race_jax.carl.advantages import Credit
 from race_jax.train.carl_config import CreditRule
-from race_jax.train.cli import main
-
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
-def parsed(path, monkeypatch, *flags):
-    seen = []
-    monkeypatch.setattr("race_jax.train.carl.carl", lambda config: seen.append(config) or 0)
-    assert main(["carl", "--config", str(path), *flags]) == 0
-    return seen[0]
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("carl_*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", files_of("carl"), ids=lambda path: path.stem)
 def test_every_file_of_settings_is_whole(path, monkeypatch):
-    config = parsed(path, monkeypatch)
-    assert config.out == f"runs/{path.stem}"
-    assert f"configs/{path.name}" in path.read_text()
+    check_whole("carl", path, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +18,7 @@ def test_every_file_of_settings_is_whole(path, monkeypatch):
 )
 @pytest.mark.parametrize(("kind", "first"), [("carl", 8), ("carl_lite", 1)])
 def test_the_papers_settings(kind, first, model, batch, rate, monkeypatch):
-    config = parsed(CONFIGS / f"{kind}_deepsearch_{model}.yaml", monkeypatch)
+    config = parsed("carl", f"{kind}_deepsearch_{model}.yaml", monkeypatch)
     assert (config.tree.first, config.tree.forks, config.tree.rule) == (first, 16, "density")
     assert (config.prompts, config.optimizer.lr, config.steps) == (batch, rate, 100)
     assert (config.credit, config.baseline, config.loss.closure) == ("carl", "mean", 0.0)

@@ -1,31 +1,16 @@
-from pathlib import Path
-
 import pytest
-
-from race_jax.train.cli import main
-
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-FILES = sorted(CONFIGS.glob("rl_*.yaml"))
+from config_samples import CONFIGS, check_whole, files_of, parsed
 
 
-def parsed(path, monkeypatch, *flags):
-    seen = []
-    monkeypatch.setattr("race_jax.train.rl.rl", lambda config: seen.append(config) or 0)
-    assert main(["rl", "--config", str(path), *flags]) == 0
-    return seen[0]
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", files_of("rl"), ids=lambda path: path.stem)
 def test_every_file_of_settings_is_whole(path, monkeypatch):
-    config = parsed(path, monkeypatch)
-    assert config.out == f"runs/{path.stem}"
-    assert f"configs/{path.name}" in path.read_text()
+    check_whole("rl", path, monkeypatch)
 
 
 @pytest.mark.parametrize("env", ["scienceworld", "webshop", "appworld", "deepsearch"])
 @pytest.mark.parametrize("size", ["2b", "4b", "9b"])
 def test_the_papers_settings(env, size, monkeypatch):
-    config = parsed(CONFIGS / f"rl_{env}_{size}.yaml", monkeypatch)
+    config = parsed("rl", f"rl_{env}_{size}.yaml", monkeypatch)
     loss, rollout = config.loss, config.rollout
     assert (config.prompts, config.group, config.epochs) == (16, 8, 1)
     assert config.optimizer.lr == 1e-6
@@ -54,7 +39,7 @@ ARMS = {
 @pytest.mark.parametrize("arm", ARMS)
 def test_every_arm_is_a_flag_or_two_and_the_guide_says_so(arm, monkeypatch):
     flags, loss = ARMS[arm]
-    config = parsed(CONFIGS / "rl_potions.yaml", monkeypatch, *flags)
+    config = parsed("rl", "rl_potions.yaml", monkeypatch, *flags)
     assert config.logic.enabled == ("--logic.enabled" not in flags)
     for field, value in loss.items():
         assert getattr(config.loss, field) == value

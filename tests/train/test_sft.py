@@ -5,13 +5,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import sft_samples
+from config_samples import check_whole, files_of, parsed
 from rich.console import Console
 
 from race_jax.checkpoint import Checkpoints
@@ -240,21 +240,9 @@ class TestCommandLine:
         assert not (tmp_path / "run").exists()
 
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-
-
-def parsed(path, monkeypatch):
-    seen = []
-    monkeypatch.setattr("race_jax.train.sft.sft", lambda config: seen.append(config) or 0)
-    assert main(["sft", "--config", str(path)]) == 0
-    return seen[0]
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("sft_*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", files_of("sft"), ids=lambda path: path.stem)
 def test_every_file_of_settings_is_whole(path, monkeypatch):
-    config = parsed(path, monkeypatch)
-    assert config.out == f"runs/{path.stem}"
-    assert f"configs/{path.name}" in path.read_text()
+    check_whole("sft", path, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +256,7 @@ def test_every_file_of_settings_is_whole(path, monkeypatch):
 )
 @pytest.mark.parametrize("size", ["2b", "4b", "9b"])
 def test_the_papers_settings(env, rate, batch, size, monkeypatch):
-    config = parsed(CONFIGS / f"sft_{env}_{size}.yaml", monkeypatch)
+    config = parsed("sft", f"sft_{env}_{size}.yaml", monkeypatch)
     assert (config.optimizer.lr, config.data.batch_size) == (rate, batch)
     assert (config.data.length, config.data.epsilon) == (65536, 0.001)
     assert (config.data.reasoning, config.data.success) == ("cover", "required")

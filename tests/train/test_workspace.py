@@ -4,8 +4,8 @@ from rich.console import Console
 from race_jax.train.workspace import Workspace
 
 
-def open_(folder, guarded=("result",)):
-    return Workspace(folder, Console(quiet=True), notes="notes.json", guarded=guarded)
+def open_(folder, guarded=("result",), console=None):
+    return Workspace(folder, console or Console(), notes="notes.json", guarded=guarded)
 
 
 class Work:
@@ -80,3 +80,13 @@ def test_files_of_another_are_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["result"]
     with pytest.raises(ValueError, match="is a file; name a folder"):
         open_(tmp_path / "result")
+
+
+def test_settings_that_changed_are_named(tmp_path, capsys):
+    work = Work(tmp_path)
+    run(tmp_path, work, x=1, y={"z": (1, 2)})
+    run(tmp_path, work, x=1, y={"z": [1, 2]})
+    assert "kept" in capsys.readouterr().out
+    run(tmp_path, work, x=2, y={"z": [1, 2]})
+    said = " ".join(capsys.readouterr().out.split())
+    assert "other settings before (x was 1 and is now 2), done again" in said
