@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import time
 
 import numpy as np
-from updates import SHAPE, peak_mib
+from updates import SHAPE, peak_mib, time_updates
 
 PROMPT, REASONING, ACTION, OBSERVATION = 128, 64, 24, 48
 CLOSE, BLANK, END = 1, 2, 3
@@ -83,9 +82,8 @@ def run_trl(args) -> dict[str, float]:
     rule = torch.optim.AdamW(network.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0)
     parts = trl_inputs(episodes(args), args.rows)
     total = sum(int(part["tool_mask"].sum()) for part in parts)
-    losses, spent = [], []
-    for _ in range(args.times + 1):
-        begun = time.perf_counter()
+
+    def update_all() -> float:
         value = 0.0
         for part in parts:
             # Its token-mean is over what it is given, so parts are weighed by their tokens.
@@ -96,9 +94,9 @@ def run_trl(args) -> dict[str, float]:
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         rule.step()
         rule.zero_grad()
-        losses.append(value)
-        spent.append(time.perf_counter() - begun)
-    return {"seconds": min(spent[1:]), "mib": peak_mib() - before, "loss": losses[0]}
+        return value
+
+    return {**time_updates(args.times, update_all), "mib": peak_mib() - before}
 
 
 def trl_inputs(items: list, rows: int) -> list[dict]:
@@ -195,9 +193,9 @@ def run_tunix(args) -> dict[str, float]:
             )
         )
     tokens = sum(int(part.completion_mask.sum()) for part in parts)
-    losses, spent = [], []
-    for _ in range(args.times + 1):
-        begun = time.perf_counter()
+
+    def update_all() -> float:
+        nonlocal params, optimizer
         value, total = 0.0, None
         for part in parts:
             loss, found = gradient(params, part, int(part.completion_mask.sum()) / tokens)
@@ -205,6 +203,6 @@ def run_tunix(args) -> dict[str, float]:
             value += float(loss)
         params, optimizer = update(params, optimizer, total)
         jax.block_until_ready(params)
-        losses.append(value)
-        spent.append(time.perf_counter() - begun)
-    return {"seconds": min(spent[1:]), "mib": peak_mib() - before, "loss": losses[0]}
+        return value
+
+    return {**time_updates(args.times, update_all), "mib": peak_mib() - before}

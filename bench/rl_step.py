@@ -31,12 +31,11 @@ import functools
 import importlib.util
 import json
 import tempfile
-import time
 
 from rich.console import Console
 from rich.table import Table
 from rl_peers import ACTION, episodes, length_of, run_trl, run_tunix
-from updates import CHUNK, SHAPE, peak_mib, ratios_table, run_all
+from updates import CHUNK, SHAPE, peak_mib, ratios_table, run_all, time_updates
 
 
 def run_jax(args) -> dict[str, float]:
@@ -71,13 +70,13 @@ def run_jax(args) -> dict[str, float]:
         measure=functools.partial(actor_measures, **clips),
     )
     places = places_in(batch["loss_mask"], length_of(args), 4)
-    losses, spent = [], []
-    for _ in range(args.times + 1):
-        begun = time.perf_counter()
+
+    def update() -> float:
+        nonlocal state
         state, metrics = step(state, {}, batch, places)
-        losses.append(float(metrics["loss"]))
-        spent.append(time.perf_counter() - begun)
-    return {"seconds": min(spent[1:]), "mib": peak_mib() - before, "loss": losses[0]}
+        return float(metrics["loss"])
+
+    return {**time_updates(args.times, update), "mib": peak_mib() - before}
 
 
 def run_logic(args) -> dict[str, float]:
@@ -88,13 +87,12 @@ def run_logic(args) -> dict[str, float]:
     model = load_model(args.folder)
     engine = Engine(model, model.params, length=length_of(args) + 8, slots=args.trajectories)
     solved = [item.tokens for item in episodes(args) if item.advantage > 0]
-    spent = []
-    for _ in range(args.times + 1):
-        begun = time.perf_counter()
+
+    def check() -> float:
         # Every removal is accepted here, which costs LoGiC most.
-        list(engine.run(solved, [1e9]))
-        spent.append(time.perf_counter() - begun)
-    return {"seconds": min(spent[1:]), "mib": peak_mib()}
+        return float(len(list(engine.run(solved, [1e9]))))
+
+    return {**time_updates(args.times, check), "mib": peak_mib()}
 
 
 def run_drafts(args) -> dict[str, float]:
@@ -113,9 +111,8 @@ def run_drafts(args) -> dict[str, float]:
         length=length_of(args) + 8,
         chunk=64,
     )
-    spent = []
-    for _ in range(args.times + 1):
-        begun = time.perf_counter()
+
+    def check() -> float:
         for t in range(1, args.turns):
             for tokens in solved:
                 context = [*tokens.prompt]
@@ -131,9 +128,11 @@ def run_drafts(args) -> dict[str, float]:
         for tokens in solved:
             for k in range(args.drafts):
                 sampler.forget(f"{tokens.id}/{k}")
-        spent.append(time.perf_counter() - begun)
+        return float(sampler.stats.sampled)
+
+    told = time_updates(args.times, check)
     sampler.close()
-    return {"seconds": min(spent[1:]), "mib": peak_mib()}
+    return {**told, "mib": peak_mib()}
 
 
 def covered(args) -> dict[str, float]:

@@ -15,11 +15,10 @@ import argparse
 import dataclasses
 import json
 import tempfile
-import time
 
 import numpy as np
 from rich.console import Console
-from updates import CHUNK, SHAPE, peak_mib, ratios_table, run_all
+from updates import CHUNK, SHAPE, peak_mib, ratios_table, run_all, time_updates
 
 VOCAB = 151_936
 
@@ -64,13 +63,13 @@ def run_jax(args) -> dict[str, float]:
         "loss_mask": mask,
     }
     places = places_in(mask, args.tokens)
-    losses, spent = [], []
-    for _ in range(args.times + 1):
-        begun = time.perf_counter()
+
+    def update() -> float:
+        nonlocal state
         state, metrics = step(state, {}, batch, places)
-        losses.append(float(metrics["loss"]))
-        spent.append(time.perf_counter() - begun)
-    return {"seconds": min(spent[1:]), "mib": peak_mib() - before, "loss": losses[0]}
+        return float(metrics["loss"])
+
+    return {**time_updates(args.times, update), "mib": peak_mib() - before}
 
 
 def run_torch(args, *, chunked: bool) -> dict[str, float]:
@@ -104,17 +103,15 @@ def run_torch(args, *, chunked: bool) -> dict[str, float]:
             parts = zip(flat.split(CHUNK), targets.split(CHUNK), strict=True)
             return sum(checkpoint(part, *x, use_reentrant=False) for x in parts) / wanted.sum()
 
-    losses, spent = [], []
-    for _ in range(args.times + 1):
-        begun = time.perf_counter()
+    def update() -> float:
         loss = forward()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         rule.step()
         rule.zero_grad()
-        losses.append(loss.item())
-        spent.append(time.perf_counter() - begun)
-    return {"seconds": min(spent[1:]), "mib": peak_mib() - before, "loss": losses[0]}
+        return loss.item()
+
+    return {**time_updates(args.times, update), "mib": peak_mib() - before}
 
 
 METHODS = {
