@@ -19,7 +19,7 @@ FILES = sorted((Path(__file__).parent / "eight").glob("on_*.py"))
 def test_on_eight_devices(file):
     flags = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", str(file)],
+        [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-x", str(file)],
         env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         cwd=Path(__file__).parents[1],
         capture_output=True,

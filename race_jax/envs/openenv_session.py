@@ -107,9 +107,11 @@ class Session:
         """The data of the reply to a message."""
         where = f"{self.where}, {kind}"
         until = time.monotonic() + self._timeout
-        try:
+        # A server that ends a session says why before it does: that is still to be read then.
+        with contextlib.suppress(*self._broken):
             # Escaped, so that half of a surrogate pair, which a call can hold, can be sent.
             self._socket.send(json.dumps({"type": kind, "data": dict(data)}))
+        try:
             text = self._socket.recv(timeout=max(until - time.monotonic(), 0.0))
         except TimeoutError:
             raise LostSession(f"{where}: no whole reply within {self._timeout:g} s") from None

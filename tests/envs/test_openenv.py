@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 from env_servers import free_port
+from websockets.protocol import State
 
 from race_jax.envs import openenv_session
 from race_jax.envs.base import Diverged, EnvironmentFault, replay
 from race_jax.envs.factory import make_environment
 from race_jax.envs.openenv import OpenEnv, OpenEnvConfig
+from race_jax.envs.openenv_session import LostSession, Session
 from race_jax.rollout.calls import checker_of
 
 TOY, REAL = (Path(__file__).parent.parent / f"openenv_{name}.py" for name in ("toy", "real"))
@@ -189,6 +191,18 @@ def test_a_server_without_room_is_asked_again_and_then_named():
                 second.reset("seed_3")
             first.close()
             second.reset("seed_3")
+
+
+def test_why_a_session_was_ended_is_read_after_it_was():
+    with started("full") as address, playing(address) as first:
+        first.reset("seed_3")
+        session = Session(address, 5.0)
+        until = time.monotonic() + 5
+        while session._socket.protocol.state is State.OPEN and time.monotonic() < until:
+            time.sleep(0.01)
+        with pytest.raises(LostSession, match="no room for a further session"):
+            session.reset({})
+        session.close()
 
 
 def test_a_session_that_broke_between_episodes_is_renewed(game):

@@ -188,7 +188,7 @@ def test_axes_of_adapters_lie_parallel_to_them(params):
     ],
 )
 def test_a_setting_out_of_range_is_named(field, value):
-    with pytest.raises(ValueError, match=rf"optimizer\.{field} is {value}; it must be"):
+    with pytest.raises(ValueError, match=rf"optimizer\.{field} is {value!r}; it must be"):
         OptimizerConfig(**{field: value})
 
 
