@@ -108,17 +108,17 @@ class _Layout:
         order = [node for node in self.depth_first() if node in needed]
         inner = {self.item.tree.nodes[node].parent for node in order}
         parts: list[Arrays] = []
-        opened: list[tuple[int, int]] = []  # (node, place at which it began), the path at hand
+        opened: list[int] = []  # the path at hand
         ends: dict[int, int] = {}
         at = 0
         for piece, node in enumerate(order, 1):
             parent = self.item.tree.nodes[node].parent
-            while opened and opened[-1][0] != parent:
-                ends[opened.pop()[0]] = at
-            opened.append((node, at))
+            while opened and opened[-1] != parent:
+                ends[opened.pop()] = at
+            opened.append(node)
             parts.append(self._edge(node, piece, node in trained, node not in inner))
             at += len(parts[-1]["tokens"])
-        ends |= {node: at for node, _ in opened}
+        ends |= dict.fromkeys(opened, at)
         for node, part in zip(order, parts, strict=True):
             part["ends"] = np.full(len(part["tokens"]), ends[node], np.int32)
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
