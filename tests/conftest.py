@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+# Most of the suite's time is compiling hundreds of tiny programs, each for a few runs. With
+# `XLA_FLAGS= pytest` they are optimised as users' programs are.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
 from race_jax.tokenizer import load_tokenizer
 
 SHARED = Path(os.environ.get("RACE_JAX_SHARED", Path(__file__).resolve().parents[2] / "shared"))
