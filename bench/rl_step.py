@@ -29,54 +29,45 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
-import json
 import tempfile
 
 from rich.console import Console
 from rich.table import Table
 from rl_peers import ACTION, episodes, length_of, run_trl, run_tunix
-from updates import CHUNK, SHAPE, peak_mib, ratios_table, run_all, time_updates
+from updates import (
+    CHUNK,
+    SHAPE,
+    peak_mib,
+    ratios_table,
+    run_all,
+    start,
+    time_our_step,
+    time_updates,
+)
 
 
 def run_jax(args) -> dict[str, float]:
     """Our update, with what it masks and closes if `args.cover`."""
-    import jax
-
-    from race_jax.models import load_model, make_model
+    from race_jax.models import load_model
     from race_jax.rl_data import make_batch
     from race_jax.rl_loss import actor_loss, actor_measures
-    from race_jax.train.optimizer import LoraConfig, OptimizerConfig, make_optimizer, matrices
-    from race_jax.train.state import Trainee, init_state
-    from race_jax.train.step import ComputeConfig, make_step, places_in
+    from race_jax.train.step import ComputeConfig
 
     before = peak_mib()
-    model = load_model(args.folder)
-    trainee = Trainee(make_model(model.config, {}), {}, LoraConfig())
-    rule = make_optimizer(
-        OptimizerConfig(lr=1e-6, schedule="constant", warmup=0.0), 100, matrices(trainee.axes)
-    )
-    state = init_state(trainee, rule, model.params, jax.random.key(0))
-    del model
     batch, _ = make_batch(
         episodes(args), place=0, length=length_of(args), rows=args.rows, closure=0.02
     )
     parts = len(batch["tokens"]) // args.rows
     clips = {"clip_low": 0.2, "clip_high": 0.2}
-    step = make_step(
-        trainee,
-        rule,
+    told = time_our_step(
+        args.times,
+        load_model(args.folder),
+        batch,
         functools.partial(actor_loss, **clips),
         ComputeConfig("float32", parts, "block", CHUNK),
         measure=functools.partial(actor_measures, **clips),
     )
-    places = places_in(batch["loss_mask"], length_of(args), 4)
-
-    def update() -> float:
-        nonlocal state
-        state, metrics = step(state, {}, batch, places)
-        return float(metrics["loss"])
-
-    return {**time_updates(args.times, update), "mib": peak_mib() - before}
+    return {**told, "mib": peak_mib() - before}
 
 
 def run_logic(args) -> dict[str, float]:
@@ -159,14 +150,8 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=49_152)
     parser.add_argument("--rows", type=int, default=2, help="rows forwarded at a time")
     parser.add_argument("--drafts", type=int, default=4, help="K")
-    parser.add_argument("--times", type=int, default=3, help="runs, of which the fastest counts")
-    parser.add_argument("--method", choices=[*UPDATES, *CHECKS], help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    args.cover = False
-    if args.method:
-        print(json.dumps({**UPDATES, **CHECKS}[args.method](args)))
-        return
+    parser.set_defaults(cover=False)
+    args = start(parser, UPDATES | CHECKS)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -12,13 +12,20 @@ its own loss has them, and once with a head that projects and recomputes chunk b
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import tempfile
 
 import numpy as np
 from rich.console import Console
-from updates import CHUNK, SHAPE, peak_mib, ratios_table, run_all, time_updates
+from updates import (
+    CHUNK,
+    SHAPE,
+    peak_mib,
+    ratios_table,
+    run_all,
+    start,
+    time_our_step,
+    time_updates,
+)
 
 VOCAB = 151_936
 
@@ -32,27 +39,10 @@ def make_batch(args) -> tuple[np.ndarray, np.ndarray]:
 
 def run_jax(args) -> dict[str, float]:
     """Our step."""
-    import jax
-
-    from race_jax.losses import sft
     from race_jax.models import load_model
-    from race_jax.train.optimizer import LoraConfig, OptimizerConfig, make_optimizer, matrices
-    from race_jax.train.state import Trainee, init_state
-    from race_jax.train.step import ComputeConfig, make_step, places_in
+    from race_jax.train.step import ComputeConfig, sft_loss
 
     before = peak_mib()
-    model = load_model(args.folder)
-    trainee = Trainee(model, {}, LoraConfig())
-    rule = make_optimizer(OptimizerConfig(), 100, matrices(trainee.axes))
-    state = init_state(trainee, rule, model.params, jax.random.key(0))
-    compute = ComputeConfig(args.dtype, 1, "block", CHUNK)
-
-    def loss(logprobs, batch):
-        return sft(logprobs, batch["loss_mask"])
-
-    bare = trainee._replace(model=dataclasses.replace(model, params={}))
-    step = make_step(bare, rule, loss, compute)
-    del model
     tokens, mask = make_batch(args)
     positions = np.broadcast_to(np.arange(args.tokens, dtype=np.int32), mask.shape)
     batch = {
@@ -62,14 +52,9 @@ def run_jax(args) -> dict[str, float]:
         "segment_ids": np.ones_like(positions),
         "loss_mask": mask,
     }
-    places = places_in(mask, args.tokens)
-
-    def update() -> float:
-        nonlocal state
-        state, metrics = step(state, {}, batch, places)
-        return float(metrics["loss"])
-
-    return {**time_updates(args.times, update), "mib": peak_mib() - before}
+    compute = ComputeConfig(args.dtype, 1, "block", CHUNK)
+    told = time_our_step(args.times, load_model(args.folder), batch, sft_loss, compute)
+    return {**told, "mib": peak_mib() - before}
 
 
 def run_torch(args, *, chunked: bool) -> dict[str, float]:
@@ -129,13 +114,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--share", type=float, default=1.0, help="share of tokens with loss")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--times", type=int, default=3, help="steps, of which the fastest counts")
-    parser.add_argument("--method", choices=METHODS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.method:
-        print(json.dumps(METHODS[args.method](args)))
-        return
+    args = start(parser, METHODS)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

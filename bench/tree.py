@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from updates import CHUNK, SHAPE, peak_mib, ratios_table, run_all, time_updates
+from updates import CHUNK, SHAPE, peak_mib, ratios_table, run_all, start, time_our_step
 
 PROMPT, REASONING, ACTION, OBSERVATION = 256, 48, 24, 128
 CLOSE, BLANK, END = 1, 2, 3
@@ -181,39 +180,21 @@ def grow(args) -> list:
 
 def run_update(args, share: bool) -> dict[str, float]:
     """One update on the trees."""
-    import jax
-
     from race_jax.carl.rows import make_tree_batch
-    from race_jax.models import init_model, make_model
+    from race_jax.models import init_model
     from race_jax.rl_loss import actor_loss
-    from race_jax.train.optimizer import LoraConfig, OptimizerConfig, make_optimizer, matrices
-    from race_jax.train.state import Trainee, init_state
-    from race_jax.train.step import ComputeConfig, make_step, places_in
+    from race_jax.train.step import ComputeConfig
 
     before = peak_mib()
-    model = init_model(model_config(args), 0)
-    trainee = Trainee(make_model(model.config, {}), {}, LoraConfig())
-    rule = make_optimizer(
-        OptimizerConfig(lr=1e-6, schedule="constant", warmup=0.0), 100, matrices(trainee.axes)
-    )
-    state = init_state(trainee, rule, model.params, jax.random.key(0))
-    del model
     batch, stats = make_tree_batch(grow(args), place=0, length=args.length, rows=1, share=share)
     rows = len(batch["tokens"])
-    step = make_step(
-        trainee,
-        rule,
+    told = time_our_step(
+        args.times,
+        init_model(model_config(args), 0),
+        batch,
         functools.partial(actor_loss, clip_low=0.2, clip_high=0.2),
         ComputeConfig("float32", rows, "block", CHUNK),
     )
-    places = places_in(batch["loss_mask"], args.length, 4)
-
-    def update() -> float:
-        nonlocal state
-        state, metrics = step(state, {}, batch, places)
-        return float(metrics["loss"])
-
-    told = time_updates(args.times, update)
     return {**told, "mib": peak_mib() - before, "rows": rows, "tokens": stats.sampled}
 
 
@@ -241,16 +222,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=49_152)
     parser.add_argument("--length", type=int, default=4096, help="tokens of a row")
-    parser.add_argument("--times", type=int, default=3, help="runs, of which the fastest counts")
-    parser.add_argument("--method", choices=METHODS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.method:
-        print(json.dumps(METHODS[args.method](args)))
-        return
+    args = start(parser, METHODS)
     console = Console(width=110)
     console.print(credit_table(args))
-    results = run_all(METHODS, ".")
+    results = run_all(METHODS)
     console.print(ratios_table(f"one update on {args.grown} trees, float32", results))
     for method, result in results.items():
         console.print(f"{method}: {result['tokens']:,} tokens in {result['rows']} rows")

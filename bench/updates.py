@@ -1,13 +1,15 @@
-"""What the benchmarks of updates share: the shape, a process per method, and the table."""
+"""What the benchmarks of updates share: shape, command line, our step, processes, the table."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from rich.table import Table
 
@@ -39,8 +41,65 @@ def time_updates(times: int, update: Callable[[], float]) -> dict[str, float]:
     return {"seconds": min(spent[1:]), "loss": losses[0]}
 
 
-def run_all(methods: Iterable[str], folder: str) -> dict[str, Result]:
-    """Each method's numbers, from a process of its own: so its peak of memory is its own."""
+def time_our_step(
+    times: int, model: Any, batch: Mapping[str, Any], loss: Any, compute: Any, **settings: Any
+) -> dict[str, float]:
+    """Times of our update of `model` with AdamW on `batch`.
+
+    Args:
+        times: As of `time_updates`.
+        model: Hand it over without keeping it: a second reference would count in the peak.
+        batch: Arrays [B, T].
+        loss: As `make_step` takes it.
+        compute: A `ComputeConfig`.
+        settings: Others of `make_step`.
+    """
+    import jax
+
+    from race_jax.models import make_model
+    from race_jax.train.optimizer import LoraConfig, OptimizerConfig, make_optimizer, matrices
+    from race_jax.train.state import Trainee, init_state
+    from race_jax.train.step import make_step, places_in
+
+    trainee = Trainee(make_model(model.config, {}), {}, LoraConfig())
+    rule = make_optimizer(
+        OptimizerConfig(lr=1e-6, schedule="constant", warmup=0.0), 100, matrices(trainee.axes)
+    )
+    state = init_state(trainee, rule, model.params, jax.random.key(0))
+    del model
+    step = make_step(trainee, rule, loss, compute, **settings)
+    places = places_in(batch["loss_mask"], batch["loss_mask"].shape[1], 4)
+
+    def update() -> float:
+        nonlocal state
+        state, metrics = step(state, {}, batch, places)
+        return float(metrics["loss"])
+
+    return time_updates(times, update)
+
+
+def start(
+    parser: argparse.ArgumentParser,
+    methods: Mapping[str, Callable[[argparse.Namespace], Mapping[str, float]]],
+) -> argparse.Namespace:
+    """The command line of a benchmark; in a process of `run_all`, its method, and then the end."""
+    parser.add_argument("--times", type=int, default=3, help="runs, of which the fastest counts")
+    parser.add_argument("--method", choices=methods, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.method:
+        print(json.dumps(methods[args.method](args)))
+        sys.exit()
+    return args
+
+
+def run_all(methods: Iterable[str], folder: str = "") -> dict[str, Result]:
+    """Each method's numbers, from a process of its own: so its peak of memory is its own.
+
+    Args:
+        methods: Of those given to `start`.
+        folder: Where they find a checkpoint, if they need one.
+    """
     results = {}
     for method in methods:
         command = [sys.executable, *sys.argv, "--method", method, "--folder", folder]

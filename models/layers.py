@@ -18,6 +18,25 @@ from race_jax.models.rope import rotate
 Axes = tuple[str, ...]
 
 
+def draw_flat(
+    sample: Callable[..., jax.Array], key: jax.Array, shape: tuple[int, ...]
+) -> jax.Array:
+    """`sample(key, shape)`, drawn along one axis.
+
+    The numbers are the same, and XLA on a CPU compiles the generator several times faster for one
+    axis than for four.
+
+    Args:
+        sample: Such as `jax.random.normal`.
+        key: A random key.
+        shape: Of the result.
+
+    Returns:
+        float32 [*shape].
+    """
+    return sample(key, (math.prod(shape),)).reshape(shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class Maker:
     """Draws fresh parameters, so that shape, axes and start are declared on one line.
@@ -36,9 +55,8 @@ class Maker:
 
     def normal(self, shape: tuple[int, ...], axes: Axes) -> nnx.Param:
         """A matrix drawn from N(0, std^2)."""
-        return self._param(
-            (self.std * self._draw(jax.random.normal, shape)).astype(self.dtype), axes
-        )
+        drawn = draw_flat(jax.random.normal, self.rngs.params(), self.stack + shape)
+        return self._param((self.std * drawn).astype(self.dtype), axes)
 
     def ones(self, shape: tuple[int, ...], axes: Axes) -> nnx.Param:
         """A norm's scale."""
@@ -51,16 +69,8 @@ class Maker:
     def log_uniform(self, shape: tuple[int, ...], axes: Axes, low: float, high: float) -> nnx.Param:
         """Logarithms of numbers drawn evenly between `low` and `high`."""
         uniform = functools.partial(jax.random.uniform, minval=low, maxval=high)
-        return self._param(jnp.log(self._draw(uniform, shape)).astype(self.dtype), axes)
-
-    def _draw(self, sample: Callable[..., jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """Numbers of `sample`, float32 [*stack, *shape].
-
-        Drawn flat: the numbers are the same, and XLA on a CPU compiles the generator several times
-        faster for one axis than for four.
-        """
-        shape = self.stack + shape
-        return sample(self.rngs.params(), (math.prod(shape),)).reshape(shape)
+        drawn = draw_flat(uniform, self.rngs.params(), self.stack + shape)
+        return self._param(jnp.log(drawn).astype(self.dtype), axes)
 
     def _param(self, value: jax.Array, axes: Axes) -> nnx.Param:
         return nnx.Param(value, axes=("layers",) * len(self.stack) + axes)

@@ -7,17 +7,12 @@ from pathlib import Path
 
 import pytest
 
-# Programs are many and tiny, so that compiling them well would cost more than it saves.
-FLAGS = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-    "--xla_llvm_disable_expensive_passes=true"
-)
 FILES = sorted((Path(__file__).parent / "eight").glob("on_*.py"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_on_eight_devices(file):
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-x", str(file)],
         env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},

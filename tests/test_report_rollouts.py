@@ -159,11 +159,19 @@ def test_the_list_is_ordered_and_filtered_by_keyboard(tmp_path):
         assert typed("stop", "m") == "1"
         assert browser.run("document.getElementById('count').textContent") == "1 of 3 shown"
         assert typed("stop", "a") == "2 10 1"
-        for width in (320, 1200):
+        for width in (320, 700, 1200):
             browser.open(out, width=width, dark=width == 320)
             browser.run("location.hash = '#r0'")
             browser.settle()
             assert browser.run("document.documentElement.scrollWidth") <= width
+            # Every number is shown and named: in place on a phone, by its column's head elsewhere.
+            cells = "[...document.querySelectorAll('#r0 .row > span')].map((x) => x.offsetWidth)"
+            assert len(browser.run(cells)) == 6 and all(browser.run(cells))
+            named = (
+                "[...document.querySelectorAll('#r0 .row .lbl')].every((x) => x.offsetWidth > 9)"
+            )
+            heads = "document.querySelector('.heads').offsetHeight > 0"
+            assert (browser.run(named), browser.run(heads)) == (width == 320, width > 320)
             assert "Part 2: shop/1/0#part1" in browser.run("document.body.innerText")
         assert browser.named("Runtime.exceptionThrown") == []
     finally:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from race_jax.models.layers import draw_flat
 from race_jax.settings import check_rules
 from race_jax.types import Params
 
@@ -199,9 +200,7 @@ def init_lora(params: Params, axes: Params, config: LoraConfig, key: jax.Array) 
         cut = stack + _inputs(names[stack:])
         inputs, shape = math.prod(node.shape[stack:cut]), node.shape
         own = jax.random.fold_in(key, zlib.crc32("/".join(path).encode()))
-        sizes = (*shape[:cut], config.rank)
-        # The same numbers as drawn in this shape, and quicker to compile.
-        drawn = jax.random.normal(own, (math.prod(sizes),)).reshape(sizes)
+        drawn = draw_flat(jax.random.normal, own, (*shape[:cut], config.rank))
         return {
             "a": drawn / math.sqrt(inputs),
             "b": jnp.zeros((*shape[:stack], config.rank, *shape[cut:]), jnp.float32),

@@ -170,7 +170,7 @@ def test_no_prefix_is_forwarded_twice(rng, family):
 
 
 @families
-@pytest.mark.parametrize("slots", [1, 5])
+@pytest.mark.parametrize("slots", [1, 2, 5])
 def test_the_same_request_gives_the_same_tokens_whatever_else_runs(rng, family, slots):
     """Eight conversations of three turns in any number of slots, which start and end raggedly."""
     sizes = rng.integers(1, 60, 8)
