@@ -76,6 +76,8 @@ def select(
         OSError: The file cannot be read.
     """
     covers = _holds_covers(path)
+    if choice.reasoning == "cover" and covers is None:
+        raise ValueError(f"{path} has no line that can be read, so it holds no output of LoGiC")
     if choice.reasoning == "cover" and not covers:
         raise ValueError(
             f"{path} holds trajectories, not LoGiC's output, so it has no cover; run race-jax "
@@ -238,8 +240,8 @@ def _is_cover(record: Mapping[str, Any]) -> bool:
     return "epsilon" in record and "turns" in record
 
 
-def _holds_covers(path: str | Path) -> bool:
-    """Whether the first line that can be read is LoGiC's."""
+def _holds_covers(path: str | Path) -> bool | None:
+    """Whether the first line that can be read is LoGiC's; None if there is no such line."""
     for _, data in lines(path):
         if data is None or not data.strip():
             continue
@@ -248,4 +250,4 @@ def _holds_covers(path: str | Path) -> bool:
         except JsonError:
             continue
         return isinstance(value, Mapping) and _is_cover(value)
-    return False
+    return None

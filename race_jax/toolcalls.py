@@ -75,6 +75,11 @@ def check_tools(tools: Tools) -> None:
                 f"tool {name!r}: `parameters` must be a JSON Schema object, "
                 f"not {type(parameters).__name__}"
             )
+        if parameters.get("type", "object") != "object":
+            raise ValueError(
+                f"tool {name!r}: `parameters` has the type {parameters['type']!r}; a call's "
+                "arguments have names, so it must be 'object'"
+            )
         if not isinstance(parameters.get("properties", {}), Mapping):
             raise ValueError(f"tool {name!r}: `properties` must be an object")
         dump(tool, f"tool {name!r}")

@@ -242,6 +242,9 @@ def test_choices_that_do_not_fit_the_file_are_refused(raw, tmp_path):
         build(raw, reasoning="cover")
     with pytest.raises(ValueError, match="nothing to choose"):
         build(raw, epsilon=0.001)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="no line that can be read"):
+        build(tmp_path / "empty.jsonl", reasoning="cover")
     with pytest.raises(ValueError, match="there is no such file"):
         build(tmp_path / "absent.jsonl")
     with pytest.raises(ValueError, match="not a regular file"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
+import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -123,9 +124,11 @@ def find(arguments: Sequence[str]) -> tuple[Command, list[str], str] | None:
 
 def call(function: Callable[..., int], arguments: Sequence[str], words: str) -> int:
     """Parse `arguments` by the function's signature and docstring, and call it."""
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentError, ArgumentParser
 
-    parser = ArgumentParser(prog=f"race-jax {words}", description=first_line(function))
+    parser = ArgumentParser(
+        prog=f"race-jax {words}", description=first_line(function), exit_on_error=False
+    )
     settings = settings_of(function)
     if settings is None:
         # The parser would take a list of words for one word that holds a list.
@@ -144,11 +147,30 @@ def call(function: Callable[..., int], arguments: Sequence[str], words: str) -> 
         parser._option_string_actions.update(dict.fromkeys(dashed, action))
         if isinstance(action.default, bool):
             action.nargs, action.const = "?", True
-    given = parser.parse_args(list(arguments))
+    try:
+        given = parser.parse_args(list(arguments))
+    except ArgumentError as error:
+        raise ValueError(explain(error, arguments, words)) from None
     if settings is None:
         return function(**vars(given))
     given.pop("config")
     return function(settings(**vars(parser.instantiate(given))))
+
+
+def explain(error: Exception, arguments: Sequence[str], words: str) -> str:
+    """What the parser says of `arguments`, on one line, with where settings come from."""
+    pairs = itertools.pairwise([*arguments, ""])
+    files = [
+        after if flag == "--config" else flag.removeprefix("--config=")
+        for flag, after in pairs
+        if flag.split("=")[0] == "--config"
+    ]
+    said = " ".join(str(error).split())
+    if any(files):
+        # The parser reads a file's text, and forgets where it was.
+        said = said.replace("<unicode string>", files[-1])
+        said += f" (settings are lines of `name: value` in {' and '.join(files)}, or flags)"
+    return f"{said}; race-jax {words} --help tells what there is"
 
 
 def settings_of(function: Callable[..., int]) -> type | None:

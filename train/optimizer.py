@@ -73,7 +73,7 @@ class OptimizerConfig:
 
     def __post_init__(self):
         rules = {
-            "lr": (0 < self.lr < math.inf, "above 0"),
+            "lr": (0 < self.lr < math.inf, "above 0 and finite"),
             "schedule": (
                 self.schedule in ("cosine", "linear", "constant"),
                 "cosine, linear or constant",
@@ -82,9 +82,9 @@ class OptimizerConfig:
             "final_lr": (0 <= self.final_lr <= 1, "a share of lr from 0 to 1"),
             "beta1": (0 <= self.beta1 < 1, "from 0 to below 1"),
             "beta2": (0 <= self.beta2 < 1, "from 0 to below 1"),
-            "eps": (0 < self.eps < math.inf, "above 0"),
-            "weight_decay": (0 <= self.weight_decay < math.inf, "at least 0"),
-            "clip": (0 < self.clip < math.inf, "above 0"),
+            "eps": (0 < self.eps < math.inf, "above 0 and finite"),
+            "weight_decay": (0 <= self.weight_decay < math.inf, "at least 0 and finite"),
+            "clip": (0 < self.clip < math.inf, "above 0 and finite"),
             "patience": (self.patience >= 1, "at least 1"),
         }
         check_rules("optimizer", self, rules)

@@ -29,6 +29,7 @@ from race_jax.train.reproduce_arms import (
 )
 from race_jax.train.reproduce_forced import FORCED
 from race_jax.train.reproduce_results import Found, collect, show, write_results
+from race_jax.train.runtime import make_folder
 from race_jax.train.story import COVERS, HELD_OUT, MODEL, TRAIN
 from race_jax.train.workspace import Workspace
 
@@ -177,8 +178,6 @@ def _open(folder: Path, seed: int, console: Console) -> Workspace:
 
 def _keep_settings(config: ReproduceConfig, folder: Path) -> None:
     """Note the settings; stages of other settings are done again one by one."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"out {config.out} is a file; name a folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with jsonl.replacing(folder / "settings.json") as file:
         file.write(json.dumps(dataclasses.asdict(config), indent=1).encode())

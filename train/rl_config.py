@@ -89,10 +89,10 @@ class PolicyLossConfig:
         limit = self.importance_limit
         rules = {
             "clip_low": (0 <= self.clip_low <= 1, "from 0 to 1"),
-            "clip_high": (0 <= self.clip_high < math.inf, "at least 0"),
-            "closure": (0 <= self.closure < math.inf, "at least 0"),
+            "clip_high": (0 <= self.clip_high < math.inf, "at least 0 and finite"),
+            "closure": (0 <= self.closure < math.inf, "at least 0 and finite"),
             "closure_warmup": (0 <= self.closure_warmup <= 1, "a share of the steps, 0 to 1"),
-            "adaptthink": (0 <= self.adaptthink < math.inf, "at least 0"),
+            "adaptthink": (0 <= self.adaptthink < math.inf, "at least 0 and finite"),
             "old_logprobs": (
                 self.old_logprobs in ("sampler", "recomputed"),
                 "sampler or recomputed",

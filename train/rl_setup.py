@@ -31,7 +31,7 @@ from race_jax.train.optimizer import compute_params, make_optimizer, matrices, s
 from race_jax.train.rl_config import FREE, PolicyRunConfig
 from race_jax.train.rl_watch import closing_probe
 from race_jax.train.runs import TrainingRun
-from race_jax.train.runtime import enable_compilation_cache, model_fingerprint
+from race_jax.train.runtime import enable_compilation_cache, make_folder, model_fingerprint
 from race_jax.train.samplers import local_sampler
 from race_jax.train.state import Trainee, TrainState
 from race_jax.train.step import Arrays, batch_logprobs, make_step, split_batch
@@ -189,7 +189,7 @@ def prepare(config: PolicyRunConfig) -> Run:
     enable_compilation_cache()
     check_trackers(config.track)
     run = Run(config)
-    run.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(run.folder)
     return run
 
 

@@ -25,6 +25,18 @@ def enable_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
+def check_folder(path: Path) -> None:
+    """Raise ValueError if a file stands where a run's folder should."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"out {path} is a file; name a folder, new or of an earlier run")
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder of a run, if there is none; raises as `check_folder`."""
+    check_folder(path)
+    path.mkdir(parents=True, exist_ok=True)
+
+
 def model_fingerprint(path: str) -> str:
     """A short name for a checkpoint's content: config, tokenizer, and the weight files' edges.
 

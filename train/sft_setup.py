@@ -24,7 +24,7 @@ from race_jax.train.optimizer import (
     schedule,
 )
 from race_jax.train.runs import TrainingRun
-from race_jax.train.runtime import enable_compilation_cache, model_fingerprint
+from race_jax.train.runtime import enable_compilation_cache, make_folder, model_fingerprint
 from race_jax.train.state import Trainee, TrainState
 from race_jax.train.step import ComputeConfig, make_step, sft_loss
 
@@ -156,5 +156,5 @@ def prepare(config: SftConfig, console: Console) -> Run:
     enable_compilation_cache()
     check_trackers(config.track)
     run = Run(config, console)
-    run.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(run.folder)
     return run

@@ -21,6 +21,7 @@ from rich.console import Console
 from race_jax import jsonl
 from race_jax.settings import differing_settings
 from race_jax.train.progress import duration
+from race_jax.train.runtime import check_folder, make_folder
 
 
 class Workspace:
@@ -48,8 +49,7 @@ class Workspace:
         """
         self.path, self.console = Path(path), console
         self.notes = self.path / notes
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"--out {path} is a file; name a folder, new or of an earlier run")
+        check_folder(self.path)
         self.begun: dict[str, Any] = {}
         self.done: dict[str, Any] = {}
         if self.notes.is_file():
@@ -63,7 +63,7 @@ class Workspace:
                 raise ValueError(
                     f"--out {path} holds {name}, which is of no earlier run; name another folder"
                 )
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         self._save()
 
     def __getitem__(self, name: str) -> str:

@@ -226,8 +226,11 @@ class TestCommandLine:
             ("learning_rate: 1\n", [], "'learning_rate' is not accepted"),
             ("", ["--optimizer.rate", "1"], "--optimizer.rate"),
             ("", ["--optimizer.lr", "fast"], "optimizer.lr"),
-            ("", ["--optimizer.lr", "0"], "optimizer.lr is 0.0; it must be above 0."),
+            ("", ["--optimizer.lr", "0"], "optimizer.lr is 0.0; it must be above 0 and finite."),
             ("", ["--optimizer.lr", "nan"], "optimizer.lr"),
+            ("", ["--optimizer.lr", ".inf"], "optimizer.lr is inf; it must be above 0 and finite."),
+            ("steps: [1\n", [], 'run.yaml", line '),
+            ("", ["--out", __file__], "is a file; name a folder"),
             ("", ["--compute.dtype", "float16"], "compute.dtype"),
             ("", ["--steps", "0"], "steps is 0; it must be at least 1."),
             ("", ["--data.length", "1"], "data.length is 1; it must be at least 2."),
@@ -236,7 +239,9 @@ class TestCommandLine:
     def test_what_is_wrong_is_named(self, work, tmp_path, capsys, extra, arguments, message):
         path = self.yaml(work, tmp_path, extra)
         assert main(["sft", "--config", path, *arguments]) == 2
-        assert message in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert message in said
+        assert said.startswith("race-jax sft: ") and said.count("\n") == 1
         assert not (tmp_path / "run").exists()
 
 
