@@ -75,10 +75,11 @@ def check_tools(tools: Tools) -> None:
                 f"tool {name!r}: `parameters` must be a JSON Schema object, "
                 f"not {type(parameters).__name__}"
             )
-        if parameters.get("type", "object") != "object":
+        kinds = parameters.get("type", "object")
+        if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
             raise ValueError(
-                f"tool {name!r}: `parameters` has the type {parameters['type']!r}; a call's "
-                "arguments have names, so it must be 'object'"
+                f"tool {name!r}: its parameters are of the type {kinds!r}; it must be 'object', "
+                "for calls have named arguments"
             )
         if not isinstance(parameters.get("properties", {}), Mapping):
             raise ValueError(f"tool {name!r}: `properties` must be an object")

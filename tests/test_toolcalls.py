@@ -290,7 +290,7 @@ def test_render_errors():
         ([{"function": {"name": "f", "parameters": "x"}}], "tool 'f': `parameters` must be"),
         ([{"function": {"name": "f", "parameters": {"properties": []}}}], "`properties` must be"),
         ([{"function": {"name": "f", "parameters": {"type": "array"}}}], "the type 'array'"),
-        ([{"function": {"name": "f", "parameters": {"type": ["object"]}}}], "the type ..object"),
+        ([{"function": {"name": "f", "parameters": {"type": ["null"]}}}], "the type ..null"),
         ([{"function": {"name": None}}], "has the name None"),
         ([{"function": {"name": "f", "x": {1}}}], "cannot be written as JSON"),
         ([{"function": {"name": "f", "description": "\udfff"}}], "lone surrogate"),

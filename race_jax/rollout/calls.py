@@ -47,12 +47,6 @@ class CallChecker:
                 raise ValueError(
                     f"tool {function['name']!r}: its parameters are no JSON Schema: {error.message}"
                 ) from None
-            kinds = schema["type"]
-            if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
-                raise ValueError(
-                    f"tool {function['name']!r}: its parameters are of the type {kinds!r}; it must "
-                    "be 'object', for calls have named arguments"
-                )
             _check_references(schema, function["name"])
             # With a registry of its own, a reference to elsewhere is never fetched.
             validator = Draft202012Validator(schema, registry=Registry())

@@ -407,7 +407,8 @@ BAD_TOOLS = [
     (({"type": "function", "function": "say"},), "tool 1 is not of the form"),
     (("say",), "tool 1 is not of the form"),
     ((tool("say"), tool("say")), "two tools have the name 'say'"),
-    ((tool("say", type="objekt"),), "no JSON Schema"),
+    ((tool("say", type="objekt"),), "'objekt'; it must be 'object'"),
+    ((tool("say", required="text"),), "no JSON Schema"),
 ]
 
 
