@@ -1,6 +1,6 @@
 """Credit of many trees against a recursion, and an update with shared prefixes or without.
 
-    python bench/tree.py [--trees 1024] [--grown 4] [--forks 16] [--length 4096] [--times 3]
+    python bench/tree.py [--trees 1024] [--grown 1] [--forks 8] [--length 2048] [--times 3]
 
 First table: values, advantages and update sets of `--trees` trees of one whole episode and
 `--forks` forks, `race_jax.carl.advantages.edge_advantages` in one call on padded arrays, from and
@@ -216,12 +216,12 @@ def main() -> None:
     """Print two tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trees", type=int, default=1024, help="whose credit is found")
-    parser.add_argument("--grown", type=int, default=4, help="trees of an update")
-    parser.add_argument("--forks", type=int, default=16, help="N, forks of each tree")
+    parser.add_argument("--grown", type=int, default=1, help="trees of an update")
+    parser.add_argument("--forks", type=int, default=8, help="N, forks of each tree")
     parser.add_argument("--turns", type=int, default=6, help="turns of an episode of an update")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=49_152)
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a row")
+    parser.add_argument("--vocab", type=int, default=16_384)
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a row")
     args = start(parser, METHODS)
     console = Console(width=110)
     console.print(credit_table(args))
