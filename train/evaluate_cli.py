@@ -141,7 +141,7 @@ def compare(results: list[str], plot: str | None = None) -> int:
         Exit code 0.
 
     Raises:
-        ValueError: A file holds something else.
+        ValueError: A file holds something else, or nothing.
         OSError: A file cannot be read or written.
     """
     console = Console(highlight=False, soft_wrap=True, markup=False)
@@ -149,6 +149,9 @@ def compare(results: list[str], plot: str | None = None) -> int:
         raise ValueError(f"--plot {plot} would replace a result; name another file")
     names = _short_names(results)
     rows = [measure(_rollouts(p), name) for p, name in zip(results, names, strict=True)]
+    for path, row in zip(results, rows, strict=True):
+        if not row.episodes:
+            raise ValueError(f"{path}: it holds no episode yet; race-jax evaluate writes them")
     console.print(measures_table(rows))
     for row in rows:
         console.print(visible(stops_line(row)))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
-from race_jax.jsonl import JsonlLog
+from race_jax.jsonl import JsonlLog, loads
 from race_jax.rollout.limits import FAULTS, StopReason
 from race_jax.settings import differing_settings
 from race_jax.trajectories import from_json, to_json
@@ -145,7 +145,11 @@ class Rollout:
             raise ValueError(f"the record is {short(record)}, no rollout; it must be an object")
         name, notes = record.get("id"), record.get(KEY)
         if not isinstance(notes, Mapping) or notes.get("stop") not in get_args(StopReason):
-            raise ValueError(f"the record {name!r} is no rollout: it has no `{KEY}` with a `stop`")
+            what = "the record" if name is None else f"the record {name!r}"
+            raise ValueError(
+                f"{what} is no rollout: it has no `{KEY}` with a `stop`, as those of race-jax "
+                "evaluate, rl and carl have"
+            )
         turns = notes.get("turns", ())
         if not isinstance(turns, list | tuple):
             raise ValueError(
@@ -175,12 +179,25 @@ class Rollout:
                 ),
                 seconds=notes.get("seconds", 0.0),
                 parts=tuple(cls.from_record(part) for part in notes.get("parts", ())),
-                fork=None
-                if notes.get("fork") is None
-                else (int(notes["fork"][0]), int(notes["fork"][1])),
+                fork=_fork_of(notes.get("fork")),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"the rollout {name!r} cannot be read: {error!r}") from None
+
+
+def _fork_of(given: Any) -> tuple[int, int] | None:
+    """Sample and turns of a record's fork."""
+    if given is None:
+        return None
+    if (
+        not isinstance(given, list | tuple)
+        or len(given) != 2
+        or not all(type(number) is int and number >= 0 for number in given)
+    ):
+        raise ValueError(
+            f"its fork is {short(given)}; it must be [sample, turns], both whole and at least 0"
+        )
+    return given[0], given[1]
 
 
 class Group(NamedTuple):
@@ -347,6 +364,6 @@ def _read(path: Path) -> Iterator[Rollout]:
             if not line.strip():
                 continue
             try:
-                yield Rollout.from_record(json.loads(line))
+                yield Rollout.from_record(loads(line).value)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None

@@ -136,10 +136,16 @@ def test_lines_of_another_form_are_named(rollouts, tmp_path):
         ([1], "line 1: the record is .1., no rollout"),
         (None, "line 1: the record is None, no rollout"),
         ({**record, "rollout": {**record["rollout"], "turns": None}}, "has the turns None"),
+        ({"step": 1}, "line 1: the record is no rollout: .*race-jax evaluate, rl and carl"),
+        ({**record, "rollout": {**record["rollout"], "fork": "abc"}}, "its fork is 'abc'"),
+        ({**record, "rollout": {**record["rollout"], "fork": [0, -1]}}, "at least 0"),
     ):
         path.write_text(json.dumps(line) + "\n")
         with pytest.raises(ValueError, match=message):
             list(read_rollouts(path))
+    path.write_text(json.dumps(record)[:-9])
+    with pytest.raises(ValueError, match=r"line 1: not valid JSON: .* one whole object"):
+        list(read_rollouts(path))
 
 
 def test_groups_come_when_complete_and_incomplete_ones_at_the_end(rollouts):

@@ -137,6 +137,9 @@ def test_results_of_a_server_are_measured_and_compared(tmp_path, model_dir, caps
     assert (tmp_path / "plot.png").stat().st_size > 1000
     assert main(["compare", *files, "--plot", files[0]]) == 2
     assert "would replace a result" in capsys.readouterr().err
+    (tmp_path / "empty.jsonl").write_text("")
+    assert main(["compare", files[0], str(tmp_path / "empty.jsonl")]) == 2
+    assert "empty.jsonl: it holds no episode yet" in capsys.readouterr().err
 
 
 def test_a_stopped_evaluation_goes_on(tmp_path, model_dir):
@@ -178,6 +181,8 @@ FAULTS = [
     ({"env": {"name": "chess"}}, "there is no environment 'chess'"),
     ({"env": {"name": "potions", "settings": {"sizes": 3}}}, "no setting 'sizes'; it has size"),
     ({"env": {"name": "potions", "settings": {"size": 1}}}, "size is 1"),
+    ({"env": {"name": "potions", "settings": {"size": "x"}}}, "'potions': Parser key \"size\""),
+    ({"env": {"name": "openenv"}}, "'openenv': the following arguments are required: address"),
     ({"split": "exam"}, "there is no split 'exam'"),
     ({"count": 0}, "count is 0"),
     ({"in_flight": 0}, "in_flight is 0"),
@@ -185,6 +190,7 @@ FAULTS = [
     ({"sampler": {"kind": "vllm"}}, "needs the server's"),
     ({"sampler": {"address": "http://127.0.0.1:1"}}, "takes none"),
     ({"out": "here.txt"}, "ends in .jsonl"),
+    ({"out": f"{__file__}/out.jsonl"}, "its folder cannot be made"),
     ({"rollout": {"max_turns": 0}}, "max_turns is 0"),
     ({"model": "nowhere"}, "nowhere"),
 ]
