@@ -279,10 +279,8 @@ class Episode:
         self._carried += 1
         try:
             observation = bound_text(step.observation, self.config.max_observation)
-            reward = float(step.reward)
-            if not math.isfinite(reward):
-                raise ValueError(f"the reward is {reward}; it must be finite")
-        except (TypeError, ValueError, OverflowError) as error:
+            reward = _finite(step.reward)
+        except (TypeError, ValueError) as error:
             return self.end("env_error", f"the environment's reply is at fault: {error}")
         self._reward, self._success = reward, bool(step.success)
         self._reply(call, observation)
@@ -364,6 +362,17 @@ class Episode:
             notes=tuple(self._notes),
             fork=None if fork is None else (fork.sample, len(fork.completions)),
         )
+
+
+def _finite(reward: Any) -> float:
+    """A reward as a number."""
+    try:
+        value = float(reward)
+    except (TypeError, ValueError, OverflowError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"the reward is {short(reward)}; it must be a finite number")
+    return value
 
 
 def _completion_fault(completion: Completion) -> str | None:

@@ -390,15 +390,22 @@ def test_a_failed_request_ends_the_episode_with_what_there_is(words, name):
     assert from_json(rollout.record()).tokens == rollout.tokens
 
 
-BAD_STEPS = [Step(None, 0.0, False), Step("x", float("nan"), False), Step("x", "much", False)]
+BAD_STEPS = [
+    (Step(None, 0.0, False), "it must be text"),
+    (Step("x", float("nan"), False), "the reward is nan; it must be a finite number"),
+    (Step("x", None, False), "the reward is None; it must be a finite number"),
+    (Step("x", "much", False), "the reward is 'much'; it must be a finite number"),
+    (Step("x", 10**400, False), "it must be a finite number"),
+]
 
 
-@pytest.mark.parametrize("step", BAD_STEPS)
-def test_replies_that_are_none_are_the_environments_fault(words, step):
+@pytest.mark.parametrize(("step", "rule"), BAD_STEPS)
+def test_replies_that_are_none_are_the_environments_fault(words, step, rule):
     episode, request = start(words)
     episode.sampled(completion(request, say(words, "a")))
     rollout = episode.stepped(step)
     assert rollout.stop == "env_error" and "environment's reply" in rollout.error
+    assert rule in rollout.error
     assert len(rollout.tokens.turns) == 1
     dumps(rollout.record())
 

@@ -102,8 +102,8 @@ class Unjust(PotionShop):
     ("fault", "said"),
     [
         ("raises", "ZeroDivisionError: no points to share"),
-        ("nan", "the reward is nan; it must be finite"),
-        ("none", "the environment's reply is at fault: float"),
+        ("nan", "the reward is nan; it must be a finite number"),
+        ("none", "the reward is None; it must be a finite number"),
     ],
 )
 def test_rewards_at_fault_end_the_run_with_their_cause_and_keep_the_rollouts(
