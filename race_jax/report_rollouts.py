@@ -144,6 +144,7 @@ def write_rollouts(
     source: str = "",
     decode: Decode | None = None,
     max_trajectories: int = 500,
+    faults: list[str] | None = None,
 ) -> Measures:
     """Write the page of rollouts; it loads nothing from anywhere.
 
@@ -154,6 +155,7 @@ def write_rollouts(
         source: Where they came from, named on the page.
         decode: Text of one id. Without it only means of log-probs are shown.
         max_trajectories: How many to include, first in file order; totals cover all.
+        faults: Receives what could not be shown, as the page says too.
 
     Returns:
         The measures that stand on top of the page.
@@ -173,7 +175,7 @@ def write_rollouts(
     style = environment.get_template("report.css.jinja").render(count=0)
     style += environment.get_template("report_rollouts.css.jinja").render()
     script = environment.get_template("report_rollouts.js.jinja").render()
-    trees = render_trees(environment, rollouts, len(views))
+    trees = render_trees(environment, rollouts, len(views), [] if faults is None else faults)
     if trees is not None:
         style += environment.get_template("report_trees.css.jinja").render()
         script += environment.get_template("report_trees.js.jinja").render()

@@ -27,7 +27,7 @@ BEND = 8
 
 
 def render_trees(
-    environment: jinja2.Environment, rollouts: Sequence[Rollout], shown: int
+    environment: jinja2.Environment, rollouts: Sequence[Rollout], shown: int, faults: list[str]
 ) -> Markup | None:
     """The page's section of trees.
 
@@ -35,6 +35,7 @@ def render_trees(
         environment: From `report_page.page_environment`.
         rollouts: All of a file.
         shown: How many of them, from the first on, have a transcript on the page.
+        faults: Receives why trees cannot be drawn.
 
     Returns:
         Markup; None if no rollout forks from another one. Trees that cannot be made, since a
@@ -48,7 +49,8 @@ def render_trees(
         trees = [tree for tree in rebuild(rollouts).values() if tree.edges]
         credits = credit_trees(trees)
     except ValueError as error:
-        fault = str(error)
+        fault = f"The trees cannot be drawn: {error}"
+        faults.append(fault)
     else:
         pairs = zip(trees, credits, strict=True)
         views = [view_tree(n, tree, credit, places) for n, (tree, credit) in enumerate(pairs)]

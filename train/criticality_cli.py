@@ -112,8 +112,12 @@ def _states_of_trees(path: str) -> list[Judgement]:
     """The forked states of a file of trees."""
     if not Path(path).is_file():
         raise ValueError(f"{path}: there is no such file; race-jax carl writes rollouts/step_*")
-    trees = [tree for tree in rebuild(read_rollouts(path)).values() if tree.edges]
-    pairs = zip(trees, credit_trees(trees), strict=True)
+    rollouts = list(read_rollouts(path))
+    try:
+        trees = [tree for tree in rebuild(rollouts).values() if tree.edges]
+        pairs = zip(trees, credit_trees(trees), strict=True)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     states = [state for tree, credit in pairs for state in forked_states(tree, credit)]
     if not states:
         raise ValueError(f"{path}: no state has two actions; name rollouts of race-jax carl")

@@ -49,7 +49,7 @@ def report(
         tokenizer: Model or tokenizer folder, for the log-prob of each token of rollouts.
 
     Returns:
-        Exit code: 0, or 1 if lines of the file were skipped.
+        Exit code: 0, or 1 if lines of the file were skipped, or its trees could not be drawn.
 
     Raises:
         ValueError: The file is not there or holds no LoGiC output, or an output would replace it.
@@ -92,6 +92,7 @@ def _rollouts(file: str, out: str, title: str | None, most: int, tokenizer: str 
     """Write the page of rollouts, and tell what they come to."""
     codec = load_tokenizer(tokenizer) if tokenizer is not None else None
     rollouts = list(read_rollouts(file))
+    faults: list[str] = []
     row = write_rollouts(
         rollouts,
         out,
@@ -99,14 +100,18 @@ def _rollouts(file: str, out: str, title: str | None, most: int, tokenizer: str 
         source=Path(file).name,
         decode=(lambda token: str(codec.decode([token]))) if codec is not None else None,
         max_trajectories=most,
+        faults=faults,
     )
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    for fault in faults:
+        errors.print(f"[yellow]{_plain(file)}:[/] {_plain(fault)}")
     console = Console(highlight=False)
     console.print(measures_table([row]))
     console.print(_plain(stops_line(row)), soft_wrap=True)
     size = Path(out).stat().st_size / 1e6
     line = f"{_plain(out)}: {size:.1f} MB from {len(rollouts)} rollouts"
     console.print(line, soft_wrap=True)
-    return 0
+    return 1 if faults else 0
 
 
 def _curves(file: str, plot: str) -> int:

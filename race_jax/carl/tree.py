@@ -132,7 +132,7 @@ class Tree:
             raise ValueError(
                 f"{rollout.id} leaves sample {sample} at turn {turn}, and the tree holds "
                 + (f"{len(known) - 1} turns of that one" if known else "no such sample")
-                + "; add rollouts in the order of their samples"
+                + "; a rollout must come after the one that it leaves"
             )
         if not rollout.faulty and len(rollout.notes) <= turn:
             raise ValueError(f"{rollout.id} has no turn of its own: it forks at turn {turn}")

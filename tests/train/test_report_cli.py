@@ -1,9 +1,13 @@
 """`race-jax report`: exit codes, what the console says, and that the input is safe."""
 
+import dataclasses
+
 import pytest
+from carl_samples import grow
 from report_samples import make_record, write_lines
 
 from race_jax.metrics import MetricWriter
+from race_jax.rollout.results import RolloutFile
 from race_jax.train.cli import main
 from race_jax.train.report_cli import report
 
@@ -62,6 +66,33 @@ def test_errors_name_the_remedy_and_write_nothing(tmp_path, capsys, content, sai
     error = capsys.readouterr().err
     assert said in error and "[none].jsonl" in error
     assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("fork", "rule"),
+    [
+        ((99, 1), "the tree holds no such sample"),
+        ((0, 500), "turns of that one"),
+        (None, "the tree holds no such sample"),
+    ],
+)
+def test_trees_that_cannot_be_drawn_are_told_beside_the_page(tmp_path, capsys, fork, rule):
+    path, page = tmp_path / "step_000001.jsonl", tmp_path / "page.html"
+    rollouts = grow(("a",))[0]
+    at = next(n for n, rollout in enumerate(rollouts) if rollout.fork)
+    # None stands for a cycle: an episode that leaves itself.
+    rollouts[at] = dataclasses.replace(rollouts[at], fork=fork or (rollouts[at].sample, 1))
+    with RolloutFile(path, {}) as file:
+        for rollout in rollouts:
+            file.append(rollout)
+    assert main(["report", str(path), "--out", str(page)]) == 1
+    error = capsys.readouterr().err
+    assert "step_000001.jsonl: The trees cannot be drawn" in error and rule in error
+    assert "The trees cannot be drawn" in page.read_text()
+    told = ["carl-criticality", "--rollouts", str(path), "--out", str(tmp_path / "told.jsonl")]
+    assert main(told) == 2
+    error = capsys.readouterr().err
+    assert "step_000001.jsonl: digits/a/" in error and rule in error
 
 
 def test_folder_that_is_not_there(tmp_path, capsys):
