@@ -61,7 +61,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise ValueError(f"tokenizer directory {directory}: no such directory")
+        raise ValueError(
+            f"tokenizer directory {directory}: no such directory; give the folder of a "
+            "Hugging Face checkpoint, downloaded before"
+        )
     if not (directory / "tokenizer.json").is_file():
         raise ValueError(
             f"tokenizer directory {directory}: no tokenizer.json in it; write one with "

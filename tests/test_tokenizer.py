@@ -178,7 +178,7 @@ def test_load_gives_the_saved_tokenizer_quietly(tmp_path, word, capfd, recwarn):
 
 
 def test_load_errors(tmp_path, word):
-    with pytest.raises(ValueError, match="missing: no such directory"):
+    with pytest.raises(ValueError, match="missing: no such directory; give the folder"):
         load_tokenizer(tmp_path / "missing")
     with pytest.raises(ValueError, match=r"no tokenizer.json in it; write one with"):
         load_tokenizer(tmp_path)

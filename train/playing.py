@@ -123,11 +123,17 @@ def check_out(out: str) -> None:
     """Make the folder of a file of rollouts.
 
     Raises:
-        ValueError: The name is not one of such a file.
+        ValueError: The name is not one of such a file, or the folder cannot be made.
     """
     if not out or Path(out).is_dir() or Path(out).suffix != ".jsonl":
         raise ValueError(f"out is {out!r}; it must name a file that ends in .jsonl")
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    try:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"out is {out!r}, and its folder cannot be made ({error.filename}: {error.strerror}); "
+            "name a file elsewhere"
+        ) from None
 
 
 class Text(NamedTuple):

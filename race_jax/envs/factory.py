@@ -103,4 +103,19 @@ def make_environment(name: str, settings: Mapping[str, Any]) -> Environment:
     try:
         return getattr(module, place.environment)(config(**given))
     except TypeError as error:
-        raise ValueError(f"the settings of environment {name!r}: {error}") from None
+        said = _mistyped(config, settings) or str(error)
+        raise ValueError(f"the settings of environment {name!r}: {said}") from None
+
+
+def _mistyped(config: type, settings: Mapping[str, Any]) -> str:
+    """Which setting is missing or of another type than its field; empty if none is."""
+    # Imported here: only who has made a mistake needs it.
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(config)
+    try:
+        parser.parse_object(dict(settings))
+    except ArgumentError as error:
+        return " ".join(str(error).split())
+    return ""

@@ -47,7 +47,7 @@ def read_rows(path: str | Path, what: str) -> list[tuple[int, dict[str, Any]]]:
         except jsonl.JsonError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
         if not isinstance(value, dict):
-            raise ValueError(f"{path}, line {number}: not a JSON object")
+            raise ValueError(f"{path}, line {number}: not a JSON object, which each line must be")
         rows.append((number, value))
     if not rows:
         raise ValueError(f"{path} holds no line; it must hold {what}")

@@ -237,7 +237,7 @@ GOOD = {"id": "1", "question": "who?", "golden_answers": ["x"]}
         ({"id": "2", "question": "who?", "golden_answers": ["x", ""]}, "there is no right answer"),
         ({"id": "2", "question": "who?", "answer": 3}, "there is no right answer"),
         (GOOD, "a second question is named 'set/1'"),
-        ("[1]", "not a JSON object"),
+        ("[1]", "not a JSON object, which each line must be"),
         ("{", "not valid JSON"),
     ],
 )
