@@ -23,6 +23,8 @@ from race_jax.settings import differing_settings
 
 _STATE, _NOTES = "state", "notes"
 _SHOWN = 5
+_LISTED = 8
+"""Settings that a message names; more differ where the folder is another command's."""
 
 
 class Checkpoints:
@@ -257,11 +259,13 @@ def check_settings(
         free: Fields, or groups of fields, that may differ.
 
     Raises:
-        ValueError: Fields differ; each is named with both values.
+        ValueError: Fields differ; the first ones are named with both values.
     """
     differing = differing_settings(saved, given, free=free)
     if differing:
+        rest = len(differing) - _LISTED
+        more = f"; and {rest} more" if rest > 0 else ""
         raise ValueError(
-            f"{where} holds a run with other settings: {'; '.join(differing)}. Set them back to "
-            "go on with it, or name another folder for a new run."
+            f"{where} holds a run with other settings: {'; '.join(differing[:_LISTED])}{more}. "
+            "Set them back to go on with it, or name another folder for a new run."
         )

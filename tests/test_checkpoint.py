@@ -196,3 +196,12 @@ def test_settings_are_compared_field_by_field():
 def test_a_free_name_frees_its_group_and_nothing_that_begins_alike():
     with pytest.raises(ValueError, match=r"mesh_size was 1 and is now 2"):
         check_settings({"mesh_size": 1}, {"mesh_size": 2}, "here", free=("mesh",))
+
+
+def test_of_many_settings_that_differ_the_first_are_named():
+    saved = {f"s{n}": n for n in range(12)}
+    with pytest.raises(ValueError, match=r"s0 was 0 and is now -1; .*s7 was 7.*; and 4 more\."):
+        check_settings(saved, dict.fromkeys(saved, -1), "here")
+    with pytest.raises(ValueError, match="s8") as all_named:
+        check_settings(saved, {**saved, "s8": -1}, "here")
+    assert "more" not in str(all_named.value)

@@ -76,7 +76,11 @@ class TrainingRun:
         last = checkpoints.latest
         notes = {} if last is None else checkpoints.notes(last)
         if last is not None:
-            check_settings(notes["settings"], self.settings, str(checkpoints.folder), free=free)
+            saved, name = notes["settings"], "model_fingerprint"
+            if saved.get(name) != self.settings.get(name):
+                # The same weights may move; of others, people know the folder.
+                free = [field for field in free if field != "model"]
+            check_settings(saved, self.settings, str(checkpoints.folder), free=free)
         if jax.process_index() == 0:
             with jsonl.replacing(self.folder / "settings.json") as file:
                 file.write(json.dumps(self.settings, indent=1).encode())

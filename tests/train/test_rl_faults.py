@@ -35,7 +35,9 @@ def test_a_checkpoint_of_another_model_is_refused(model, tmp_path):
     config = config_of(model, tmp_path / "run", steps=2)
     rl(config, console=QUIET, until=1)
     other = sft_samples.make_checkpoint(tmp_path / "other", seed=1)
-    with pytest.raises(ValueError, match=r"holds a run with other settings: model_fingerprint was"):
+    with pytest.raises(
+        ValueError, match=r"other settings: model was '.*/model' and is now '.*/other'"
+    ):
         rl(dataclasses.replace(config, model=str(other)), console=QUIET)
 
 
@@ -65,7 +67,7 @@ def test_rows_that_the_mesh_does_not_divide_are_refused(model, tmp_path):
         text=True,
         check=True,
     ).stdout
-    assert "a micro-batch" in said and "12" in said and "8" in said, said
+    assert "a micro-batch, rows x length" in said and "12" in said and "8" in said, said
     assert not (tmp_path / "run").exists()
 
 
