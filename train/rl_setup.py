@@ -65,7 +65,8 @@ class Run(TrainingRun):
                 f"{shape.context_length}; lower rollout.max_tokens or length."
             )
         part = (config.rows, config.row_length)
-        sharding_for(("batch", "time"), self.mesh, part, self.rules, name="a micro-batch")
+        name = "a micro-batch, rows x length"
+        sharding_for(("batch", "time"), self.mesh, part, self.rules, name=name)
         env = config.env.maker()()
         try:
             self.env_name, self.tasks = env.name, env.tasks(config.split)
