@@ -26,7 +26,7 @@ _TICK, _IDLE = 0.05, 0.5
 
 _DIVERGED = (
     "the environment did not repeat what it had said under the same calls, so the episode cannot "
-    "leave the other one there"
+    "leave the other one there; forks need an environment that task and calls alone decide"
 )
 
 
