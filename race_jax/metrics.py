@@ -57,6 +57,7 @@ NAMES: Mapping[str, str] = {
     "rl/truncated": "turns that a limit cut off",
     "rl/unusable": "episodes that environment or sampler spoilt, or that have no turn",
     "rl/unscored": "successful trajectories that LoGiC could not score",
+    "rl/closure_grad_norm": "norm of the closure loss's gradient, where it is clipped on its own",
     "rl/closure": "lambda of the step, after its warm-up and its guard",
     "carl/rollout_actions": "actions sampled for the step's trees, |D_roll|",
     "carl/update_actions": "actions with a sibling, which are trained, |D_upd|",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from race_jax.masked import masked_sum
 
 Places = Mapping[str, jax.Array]
 """Arrays [B, P] at the places that carry loss, named as `rl_data.make_batch` names them."""
+Terms = Literal["both", "policy", "closure"]
 
 
 def actor_loss(
@@ -23,6 +25,7 @@ def actor_loss(
     clip_high: float,
     reduction: Reduction = "token-mean",
     norm_length: int | None = None,
+    terms: Terms = "both",
 ) -> Weighted:
     """L_actor = L_GRPO + lambda * L_close, as one sum and one weight.
 
@@ -36,6 +39,7 @@ def actor_loss(
         clip_high: How far it may rise above 1.
         reduction: How tokens are averaged; `token-mean` is RACE's.
         norm_length: Of `seq-mean-token-sum-norm`.
+        terms: Both, or one alone: `policy` or `closure`. The weight is the same.
 
     Reference: RACE eq. 15.
     """
@@ -57,7 +61,7 @@ def actor_loss(
     closing = batch["close_weight"] > 0
     scaled = jnp.where(closing, logprobs, 0) * batch["close_weight"]
     closure, _ = losses.reasoning_closure(scaled, closing, num_turns=0)
-    return total + closure, weight
+    return {"both": total + closure, "policy": total, "closure": closure}[terms], weight
 
 
 def actor_measures(

@@ -136,6 +136,17 @@ def test_masked_reasoning_observations_and_prompts_have_no_gradient_at_all():
     assert (np.asarray(batch["completion"]) & ~np.asarray(batch["keep"])).sum() == 6
 
 
+def test_the_terms_add_up_and_share_their_weight():
+    batch = rows_of(judged())
+    both, policy, closure = (
+        actor_loss(logprobs_of(PARAMS, batch), batch, **CLIPS, terms=terms)
+        for terms in ("both", "policy", "closure")
+    )
+    assert both[0] == policy[0] + closure[0] and both[1] == policy[1] == closure[1]
+    assert policy[0] == quotient(PARAMS, rows_of(judged(), closure=0.0)) * policy[1]
+    assert closure[0] > 0
+
+
 def test_masking_leaves_the_weight_as_it_is():
     items = judged()
     weights = [

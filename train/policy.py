@@ -370,6 +370,8 @@ def update_numbers(told: Mapping[str, float], stats: RowStats) -> Numbers:
         "rl/extra_tokens": stats.extra / stats.sampled,
         "rl/filled": 1 - stats.padding / (stats.padding + stats.sampled + stats.extra),
     }
+    if "bounded_norm" in told:
+        numbers["rl/closure_grad_norm"] = told["bounded_norm"]
     if "asked" in told:
         numbers["rl/kept_turns"] = told["asked"]
         if told["asked"]:

@@ -62,6 +62,8 @@ class PolicyLossConfig:
         masking: Whether reasoning that the cover removes leaves the policy loss.
         closure: lambda of the closure loss; 0 for none.
         closure_warmup: Share of the steps over which lambda rises from 0, linearly.
+        closure_clip: Highest norm of the closure loss's own gradient, lambda included; null for no
+            limit but the optimizer's. It costs a second pass over the rows, and a second gradient.
         reduction: How tokens are averaged; `token-mean` is the paper's.
         norm_length: Divisor of `seq-mean-token-sum-norm`.
         normalize_std: Divide advantages by the group's standard deviation.
@@ -78,6 +80,7 @@ class PolicyLossConfig:
     masking: bool = True
     closure: float = 0.02
     closure_warmup: float = 0.0
+    closure_clip: float | None = None
     reduction: Reduction = "token-mean"
     norm_length: int | None = None
     normalize_std: bool = True
@@ -92,6 +95,10 @@ class PolicyLossConfig:
             "clip_high": (0 <= self.clip_high < math.inf, "at least 0 and finite"),
             "closure": (0 <= self.closure < math.inf, "at least 0 and finite"),
             "closure_warmup": (0 <= self.closure_warmup <= 1, "a share of the steps, 0 to 1"),
+            "closure_clip": (
+                self.closure_clip is None or 0 < self.closure_clip < math.inf,
+                "null, or above 0 and finite",
+            ),
             "adaptthink": (0 <= self.adaptthink < math.inf, "at least 0 and finite"),
             "old_logprobs": (
                 self.old_logprobs in ("sampler", "recomputed"),

@@ -34,7 +34,7 @@ from race_jax.train.runs import TrainingRun
 from race_jax.train.runtime import enable_compilation_cache, make_folder, model_fingerprint
 from race_jax.train.samplers import local_sampler
 from race_jax.train.state import Trainee, TrainState
-from race_jax.train.step import Arrays, batch_logprobs, make_step, split_batch
+from race_jax.train.step import Arrays, Bounded, batch_logprobs, make_step, split_batch
 from race_jax.types import Params, TokenTrajectory
 
 
@@ -148,15 +148,20 @@ class Run(TrainingRun):
         """The update on a batch of so many micro-batches."""
         loss = self.config.loss
         clips = {"clip_low": loss.clip_low, "clip_high": loss.clip_high}
+        losses = functools.partial(
+            actor_loss, **clips, reduction=loss.reduction, norm_length=loss.norm_length
+        )
+        limit = loss.closure_clip if loss.closure > 0 and self.config.logic.enabled else None
+        closure = functools.partial(losses, terms="closure")
+        bounded = None if limit is None else Bounded(closure, limit)
         return make_step(
             self.trainee,
             self.rule,
-            functools.partial(
-                actor_loss, **clips, reduction=loss.reduction, norm_length=loss.norm_length
-            ),
+            functools.partial(losses, terms="policy" if bounded else "both"),
             dataclasses.replace(self.config.compute, micro_batches=parts),
             measure=functools.partial(actor_measures, **clips),
             probe=closing_probe(self.closing, self.config.compute),
+            bounded=bounded,
             temperature=self.config.rollout.sampling.temperature,
         )
 

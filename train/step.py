@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,18 @@ Measure = Callable[[jax.Array, Arrays], dict[str, jax.Array]]
 """The same -> sums that are told beside the loss; micro-batches' add up."""
 Probe = Callable[[jax.Array, jax.Array, Arrays], dict[str, jax.Array]]
 """Hidden states [B, T, D], the head [V, D] and the batch -> further such sums."""
+
+
+class Bounded(NamedTuple):
+    """A further loss, whose gradient is clipped on its own.
+
+    Attributes:
+        loss: The loss.
+        norm: The highest norm of its gradient.
+    """
+
+    loss: Loss
+    norm: float
 
 
 def sft_loss(logprobs: jax.Array, batch: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -201,6 +213,7 @@ def make_step(
     *,
     measure: Measure | None = None,
     probe: Probe | None = None,
+    bounded: Bounded | None = None,
     temperature: float = 1.0,
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
     """The jitted step `(state, frozen, batch, places) -> (state, metrics)`.
@@ -210,7 +223,8 @@ def make_step(
 
     Metrics, float32 scalars: `loss` (sum / weight), `weight`, `grad_norm` (before clipping),
     `skipped`, `skipped_in_a_row`, and the sums of `measure` and `probe`. `temperature` divides the
-    logits.
+    logits. `bounded` is forwarded on its own, so it costs a second pass and a second gradient in
+    memory; the metrics count it in, and `bounded_norm` is its gradient's before clipping.
     """
 
     def step(
@@ -228,8 +242,25 @@ def make_step(
             probe=probe,
             temperature=temperature,
         )
+        loss_there = total / jnp.maximum(weight, 1)
+        if bounded:
+            further, share, second, _ = loss_and_gradient(
+                trainee,
+                state.trained,
+                frozen,
+                batch,
+                bounded.loss,
+                compute,
+                places,
+                temperature=temperature,
+            )
+            loss_there += further / jnp.maximum(share, 1)
+            size = optax.tree.norm(second)
+            told["bounded_norm"] = size
+            scale = bounded.norm / jnp.maximum(size, bounded.norm)
+            gradient = jax.tree.map(lambda a, b: a + scale * b, gradient, second)
         norm = optax.tree.norm(gradient)
-        good = jnp.isfinite(total) & jnp.isfinite(norm)
+        good = jnp.isfinite(loss_there) & jnp.isfinite(norm)
         updates, optimizer = rule.update(gradient, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)
 
@@ -246,7 +277,7 @@ def make_step(
             (state.skipped_in_a_row + 1) * bad,
         )
         metrics = {
-            "loss": total / jnp.maximum(weight, 1),
+            "loss": loss_there,
             "weight": weight,
             "grad_norm": norm,
             "skipped": state.skipped,

@@ -114,6 +114,17 @@ def test_two_updates_with_old_log_probabilities_recomputed_at_another_temperatur
     assert int(state_of(config).step) == 2
 
 
+def test_a_limit_on_the_closure_gradient_that_binds_nothing_changes_nothing(whole, tmp_path):
+    loss = dataclasses.replace(whole.loss, closure_clip=1e6)
+    config = dataclasses.replace(whole, out=str(tmp_path / "run"), loss=loss)
+    rl(config, console=QUIET, until=1)
+    (record,) = told(config)
+    first = told(whole)[0]
+    assert record.pop("rl/closure_grad_norm") > 0
+    assert first["rl/closings_per_turn"] > 0
+    assert record == pytest.approx(first, rel=1e-4, abs=1e-6)
+
+
 def test_other_settings_are_refused_by_name(whole):
     other = dataclasses.replace(whole, group=4, loss=PolicyLossConfig(closure=0.1))
     with pytest.raises(ValueError, match=r"loss\.closure was 0\.5 .*; group was 3 and is now 4"):
@@ -204,6 +215,7 @@ def test_settings_out_of_range_are_refused(model, changes, message):
         ("clip_low", 1.5),
         ("clip_high", -1.0),
         ("closure_warmup", 2.0),
+        ("closure_clip", 0.0),
         ("adaptthink", -0.05),
         ("old_logprobs", "guessed"),
         ("importance_limit", 2.0),

@@ -9,6 +9,7 @@ from race_jax.packing import ACTION, fill_rows
 from race_jax.train.optimizer import LoraConfig, OptimizerConfig, make_optimizer, matrices
 from race_jax.train.state import Trainee, init_state
 from race_jax.train.step import (
+    Bounded,
     ComputeConfig,
     loss_and_gradient,
     make_step,
@@ -214,6 +215,26 @@ class TestStep:
         close(state.trained, optax.apply_updates(model.params, updates))
         assert int(state.step) == 1
         np.testing.assert_allclose(numbers["grad_norm"], optax.tree.norm(gradient), rtol=1e-5)
+
+    @pytest.mark.parametrize("limit", [0.05, 50.0])
+    def test_a_bounded_loss_is_clipped_before_it_is_added(self, model, limit):
+        trainee, batch = trainee_of(model), rows([5, 2])
+
+        def first(logprobs, batch):
+            total, weight = sft(logprobs, batch)
+            return 0.25 * total, weight
+
+        rule = optax.sgd(1.0)
+        step = make_step(trainee, rule, first, FLOAT, bounded=Bounded(sft, limit))
+        total, weight, gradient = gradient_of(trainee, model.params, batch)
+        size = float(optax.tree.norm(gradient))
+        assert 0.05 < size < 50
+        state = init_state(trainee, rule, model.params, jax.random.key(0))
+        state, numbers = step(state, {}, batch, 12)
+        share = 0.25 + min(1.0, limit / size)
+        close(state.trained, jax.tree.map(lambda p, g: p - share * g, model.params, gradient))
+        assert float(numbers["bounded_norm"]) == pytest.approx(size, rel=1e-5)
+        assert float(numbers["loss"]) == pytest.approx(1.25 * float(total / weight), rel=1e-5)
 
     def test_a_step_that_is_not_finite_changes_only_the_counters(self, model, made):
         trainee, rule, step = made
