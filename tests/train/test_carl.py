@@ -16,6 +16,7 @@ from race_jax.train.carl import carl
 from race_jax.train.carl_config import CarlConfig
 from race_jax.train.cli import main
 from race_jax.train.distributed import MeshConfig
+from race_jax.train.optimizer import LoraConfig
 from race_jax.train.rl_config import CoverConfig, PolicyLossConfig
 
 
@@ -81,6 +82,21 @@ def test_rows_path_by_path_give_the_same_step(model, whole, tmp_path):
     for name in ("train/loss", "train/grad_norm", "rl/ratio", "rl/entropy"):
         np.testing.assert_allclose(one[name], two[name], rtol=1e-4, atol=1e-6)
     assert one["train/tokens"] == two["train/tokens"]
+
+
+def test_adapters_are_trained_on_trees(model, whole, tmp_path):
+    config = config_of(model, tmp_path / "run", lora=LoraConfig(rank=2))
+    carl(config, console=QUIET, until=1)
+    # Adapters begin as nothing, so the first step's episodes and loss are those of full training.
+    one, two = told(config)[0], told(whole)[0]
+    assert one["carl/update_actions"] == two["carl/update_actions"]
+    np.testing.assert_allclose(one["train/loss"], two["train/loss"], rtol=1e-4, atol=1e-6)
+    assert one["train/grad_norm"] > 0
+    sizes = [sum(x.size for x in jax.tree.leaves(state_of(c).trained)) for c in (config, whole)]
+    assert sizes[0] < sizes[1] / 2
+    # The next step's episodes are drawn by the adapted policy.
+    assert carl(config, console=QUIET) == 0
+    assert told(config)[1]["rl/mismatch"] < 1e-4
 
 
 def test_race_and_carl_together_mask_and_close(model, tmp_path):
