@@ -54,6 +54,7 @@ class Checkpoints:
         if read_only and not self.folder.is_dir():
             raise FileNotFoundError(f"{folder}: no such folder of checkpoints.")
         logging.getLogger("absl").setLevel(logging.ERROR)
+        logging.getLogger("absl").addFilter(_unheard)
         kept = [
             policy.LatestN(keep),
             policy.BestN(
@@ -235,6 +236,11 @@ class Checkpoints:
                 f"{self.folder}: a checkpoint could not be written ({error}); {kept}. Free space "
                 "or mend the disk, and run the same command again to go on from there."
             ) from error
+
+
+def _unheard(record: logging.LogRecord) -> bool:
+    """Whether a record of the log is to be shown: none of Orbax, whose failures are raised too."""
+    return "orbax" not in Path(record.pathname).parts
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

@@ -156,17 +156,36 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path):
         assert found.notes(2)["mark"] == 3
 
 
-def test_a_write_that_fails_is_told_and_the_one_before_is_whole(tmp_path, monkeypatch):
-    made = Checkpoints(tmp_path / "c")
-    made.save(1, state_of(1.0), {})
+_FULL = """
+import resource, sys, numpy as np
+from race_jax.checkpoint import Checkpoints
+with Checkpoints(sys.argv[1]) as made:
+    made.save(1, {"w": np.ones(8, np.float32)}, {})
     made.wait()
-
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(made._manager, "wait_until_finished", full)
-    with pytest.raises(OSError, match=r"No space left.*checkpoint 1 is whole"):
+    # No file may grow further: each write fails as on a disk without room.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+    try:
+        made.save(2, {"w": np.random.default_rng(0).normal(size=1 << 18)}, {})
         made.wait()
+    except OSError as error:
+        print(error)
+"""
+
+
+def test_a_write_that_fails_is_told_once_and_the_one_before_is_whole(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", _FULL, str(tmp_path / "c")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        timeout=300,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    (line,) = done.stdout.splitlines()
+    assert "could not be written" in line and "File too large" in line
+    assert "checkpoint 1 is whole" in line and "Free space" in line
+    with Checkpoints(tmp_path / "c") as found:
+        assert found.steps == (1,)
 
 
 def test_settings_are_compared_field_by_field():
