@@ -215,7 +215,7 @@ def test_a_tree_read_back_has_the_entropies_of_the_one_that_was_grown(grown):
 def test_an_environment_that_never_repeats_itself_ends_the_run_and_says_why():
     fickle = functools.partial(Digits, turns=6, fickle=True)
     config = ForkConfig(first=1, forks=9, rule="arpo", alpha=1.0)
-    with pytest.raises(RunFailed, match="did not repeat what it had said.*task and calls alone"):
+    with pytest.raises(RunFailed, match=r"did not repeat what it had said.*task and calls alone"):
         grow(("a",), make=fickle, config=config, max_faults=3)
 
 
