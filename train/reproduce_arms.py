@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -157,17 +158,22 @@ class ReproduceConfig:
     arms: tuple[str, ...] | None = None
 
     def __post_init__(self):
-        for name in ("episodes", "held_out", "sft_steps", "rl_steps", "tasks"):
+        for name in ("episodes", "held_out", "sft_steps", "rl_steps", "prompts", "tasks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.group < 2:
+            raise ValueError(
+                f"group is {self.group}; an advantage compares episodes of one task, so it takes "
+                "at least 2."
+            )
         if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise ValueError(
                 f"seeds is {list(self.seeds)}; it must be different numbers of at least 0."
             )
-        if any(not value >= 0 for value in (self.epsilon, *self.thresholds)):
+        if any(not 0 <= value < math.inf for value in (self.epsilon, *self.thresholds)):
             raise ValueError(
                 f"epsilon is {self.epsilon} and thresholds {list(self.thresholds)}; all must be at "
-                "least 0."
+                "least 0 and finite."
             )
         known = [arm.folder for arm in ARMS]
         for name in self.arms or ():

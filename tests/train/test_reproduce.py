@@ -268,6 +268,9 @@ def test_means_and_spreads_by_hand():
         ({"seeds": (1, 1)}, "must be different numbers"),
         ({"rl_steps": 0}, "rl_steps is 0; it must be at least 1"),
         ({"thresholds": (0.1, float("nan"))}, "thresholds"),
+        ({"epsilon": float("inf")}, "at least 0 and finite"),
+        ({"prompts": 0}, "prompts is 0; it must be at least 1"),
+        ({"group": 1}, "group is 1; an advantage compares"),
         ({"arms": ("grpo",)}, "arms names 'grpo'; there are base, model"),
     ],
 )
