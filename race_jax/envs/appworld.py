@@ -80,6 +80,8 @@ class AppWorldConfig:
     def __post_init__(self):
         if not self.addresses:
             raise ValueError("addresses is empty; name at least one server")
+        if isinstance(self.addresses, str):
+            raise ValueError(f"addresses is {self.addresses!r}; it must be a list of addresses")
         if len(set(self.addresses)) < len(self.addresses):
             raise ValueError(f"addresses names a server twice: {', '.join(self.addresses)}")
         if self.test not in ("test_normal", "test_challenge"):

@@ -125,7 +125,7 @@ class DeepSearch:
 
     Raises:
         ValueError: A setting is out of range.
-        EnvironmentFault: No server answers at the address.
+        EnvironmentFault: No server answers at the address, or it does not search.
     """
 
     name = "search"
@@ -149,6 +149,8 @@ class DeepSearch:
             start="start one with: race-jax search-server --corpus FILE --port N",
         )
         self._service.check()
+        # Of a server that never searches, agents alone would hear, at every step.
+        self._find("word")
 
     def tasks(self, split: str) -> Sequence[str]:
         """Names of a split's questions: the file's name without its ending, and the id.
@@ -205,12 +207,17 @@ class DeepSearch:
         self._question = None
         self._service.close()
 
-    def _search(self, query: str) -> str:
-        self.searches += 1
+    def _find(self, query: str) -> list[str]:
+        """Texts of the best documents; raises EnvironmentFault."""
         topk = self.config.topk
         request = {"queries": [query], "topk": topk, "return_scores": True}
+        reply = self._service.post("/retrieve", request, again=True)
+        return _contents(reply, f"{self._service.address}/retrieve")[:topk]
+
+    def _search(self, query: str) -> str:
+        self.searches += 1
         try:
-            texts = _contents(self._service.post("/retrieve", request, again=True))[:topk]
+            texts = self._find(query)
         except EnvironmentFault as fault:
             self.failed_searches += 1
             self.last_fault = str(fault)
@@ -259,17 +266,21 @@ def _read_questions(files: Sequence[str]) -> dict[str, Question]:
     return questions
 
 
-def _contents(reply: Any) -> list[str]:
+def _contents(reply: Any, where: str) -> list[str]:
     """The documents' texts in a reply to one query, with scores or without."""
     result = reply.get("result") if isinstance(reply, Mapping) else None
     if not isinstance(result, list) or len(result) != 1 or not isinstance(result[0], list):
-        raise EnvironmentFault(f"one query was asked, but the server answered {reply!r:.300}")
+        raise EnvironmentFault(
+            f"{where}: one query was asked, but the server answered {reply!r:.300}"
+        )
     texts = []
     for item in result[0]:
         document = item.get("document", item) if isinstance(item, Mapping) else None
         contents = document.get("contents") if isinstance(document, Mapping) else None
         if not isinstance(contents, str):
-            raise EnvironmentFault(f"the server found something without `contents`: {item!r:.300}")
+            raise EnvironmentFault(
+                f"{where}: the server found something without `contents`: {item!r:.300}"
+            )
         texts.append(contents)
     return texts
 

@@ -346,6 +346,7 @@ def test_scenarios():
     ("settings", "said"),
     [
         ({"addresses": ()}, "addresses is empty"),
+        ({"addresses": "http://a"}, "it must be a list of addresses"),
         ({"addresses": ("http://a", "http://a")}, "names a server twice"),
         ({"test": "dev"}, "test_normal or test_challenge"),
         ({"reward": "f1"}, "success or tests"),

@@ -126,8 +126,9 @@ FOUND = {"result": [[{"document": {"id": "0", "contents": '"T"\nfound'}, "score"
 @pytest.mark.parametrize("fault", [slow, broken, gateway, dropped, cut])
 def test_a_passing_fault_is_hidden_by_another_try(fault):
     with serving(lambda *_: FOUND) as stub:
-        stub.faults["/retrieve"] = [fault, fault]
         env = world(stub.address)
+        stub.seen.clear()
+        stub.faults["/retrieve"] = [fault, fault]
         env.reset("search_dev/dev_0")
         assert env.step(search("q")).observation == 'Doc 1(Title: "T") found'
         assert stub.routes() == ["/retrieve"] * 3 and env.failed_searches == 0
@@ -164,11 +165,11 @@ def test_a_lasting_fault_is_told_and_counted_and_the_episode_goes_on(fault):
 )
 def test_a_reply_that_is_none_fails_the_search(fault):
     with serving(lambda *_: FOUND) as stub:
-        stub.faults["/retrieve"] = [fault]
         env = world(stub.address)
+        stub.faults["/retrieve"] = [fault]
         env.reset("search_dev/dev_0")
         assert env.step(search("q")).observation == FAILED
-        assert env.failed_searches == 1 and env.last_fault
+        assert env.failed_searches == 1 and f"{stub.address}/retrieve: " in env.last_fault
         env.reset("search_dev/dev_0")
         assert (env.searches, env.failed_searches, env.last_fault) == (0, 0, "")
 
@@ -191,6 +192,14 @@ def test_a_server_that_is_down_at_the_start_is_named_at_once():
     with pytest.raises(EnvironmentFault, match=f"{address} .*start one with: race-jax search-serv"):
         world(address, timeout=30, pause=10)
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("fault", [slow, broken, html, saying({"results": []})])
+def test_a_server_that_does_not_search_is_named_at_the_start(fault):
+    with serving(lambda *_: FOUND) as stub:
+        stub.faults["/retrieve"] = [fault] * 3
+        with pytest.raises(EnvironmentFault, match=f"{stub.address}/retrieve: "):
+            world(stub.address)
 
 
 def test_a_server_that_goes_down_fails_searches_only(index):

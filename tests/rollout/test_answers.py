@@ -1,13 +1,12 @@
 """Turns of text without a call, and the form of turns, where an environment makes them count."""
 
 import pytest
+from env_servers import serving
 from rollout_samples import completion, tool, turn_ids, word_renderer
 
 from race_jax.envs.base import Step
 from race_jax.envs.potions import PotionShop
 from race_jax.envs.search import DeepSearch, DeepSearchConfig
-from race_jax.envs.search_index import SAMPLE, SearchIndex, load_corpus
-from race_jax.envs.search_server import SearchServer
 from race_jax.rollout.episode import Episode
 from race_jax.rollout.hosts import opening_of
 from race_jax.rollout.jobs import Action, Job, Opening
@@ -102,7 +101,7 @@ def test_the_reward_is_multiplied_by_that_of_the_form(words):
 
 def test_environments_say_so_in_their_opening():
     assert (opening_of(PotionShop(), "0").answer_tool) == ""
-    with SearchServer(SearchIndex(load_corpus(SAMPLE)), port=0) as server:
+    with serving(lambda *_: {"result": [[]]}) as server:
         for settings in ({}, {"text_answers": True}, {"format_reward": True}):
             env = DeepSearch(DeepSearchConfig(server.address, **settings))
             opening = opening_of(env, "search_test/test_0")
