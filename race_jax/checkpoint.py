@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import os
+import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from race_jax.settings import differing_settings
 
 _STATE, _NOTES = "state", "notes"
 _SHOWN = 5
+_PACKED = 0.8
+"""What is left of trained arrays at least when Orbax has compressed them."""
 _LISTED = 8
 """Settings that a message names; more differ where the folder is another command's."""
 
@@ -118,12 +121,14 @@ class Checkpoints:
             loss: Held-out loss, by which `best` chooses; None if it is not known.
 
         Raises:
-            OSError: The one before could not be written.
+            OSError: The one before could not be written, or the disk has no room for this one.
         """
         if step in self._manager.all_steps():
             return
         known = loss is not None and math.isfinite(loss)
         with self._explained():
+            self._manager.wait_until_finished()
+            self._check_room(state)
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -197,6 +202,15 @@ class Checkpoints:
         read = self._manager.restore(step, args=ocp.args.Composite(state=args))[_STATE]
         # Orbax may hand back containers of its own kinds.
         return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(read))
+
+    def _check_room(self, state: Any) -> None:
+        """Refuse a save that cannot fit, before it leaves a part of itself."""
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        free = shutil.disk_usage(self.folder).free
+        if free < _PACKED * size:
+            raise OSError(
+                f"No space left: it takes {size / 2**20:,.1f} MiB, and {free / 2**20:,.1f} are free"
+            )
 
     def _check(self, step: int) -> None:
         if step not in self._manager.all_steps():

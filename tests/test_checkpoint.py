@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -186,6 +187,20 @@ def test_a_write_that_fails_is_told_once_and_the_one_before_is_whole(tmp_path):
     assert "checkpoint 1 is whole" in line and "Free space" in line
     with Checkpoints(tmp_path / "c") as found:
         assert found.steps == (1,)
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
+    with Checkpoints(tmp_path / "c") as made:
+        made.save(1, state_of(1.0), {})
+        usage = shutil.disk_usage(tmp_path)
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(state_of(2.0)))
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size // 2))
+        with pytest.raises(OSError, match=r"No space left: it takes 0\.0 MiB.*1 is whole"):
+            made.save(2, state_of(2.0), {})
+        assert sorted(p.name for p in made.folder.iterdir()) == ["1"]
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size))
+        made.save(2, state_of(2.0), {})
+    assert made.steps == (1, 2)
 
 
 def test_settings_are_compared_field_by_field():
