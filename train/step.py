@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -230,37 +230,22 @@ def make_step(
     def step(
         state: TrainState, frozen: Params, batch: Arrays, places: int
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        total, weight, gradient, told = loss_and_gradient(
-            trainee,
-            state.trained,
-            frozen,
-            batch,
-            loss,
-            compute,
-            places,
-            measure=measure,
-            probe=probe,
-            temperature=temperature,
-        )
-        loss_there = total / jnp.maximum(weight, 1)
-        if bounded:
-            further, share, second, _ = loss_and_gradient(
-                trainee,
-                state.trained,
-                frozen,
-                batch,
-                bounded.loss,
-                compute,
-                places,
-                temperature=temperature,
+        def gradient_of(loss: Loss, **asked: Any) -> tuple:
+            arrays = (state.trained, frozen, batch)
+            return loss_and_gradient(
+                trainee, *arrays, loss, compute, places, temperature=temperature, **asked
             )
-            loss_there += further / jnp.maximum(share, 1)
-            size = optax.tree.norm(second)
-            told["bounded_norm"] = size
+
+        total, weight, gradient, told = gradient_of(loss, measure=measure, probe=probe)
+        value = total / jnp.maximum(weight, 1)
+        if bounded:
+            further, share, second, _ = gradient_of(bounded.loss)
+            value += further / jnp.maximum(share, 1)
+            told["bounded_norm"] = size = optax.tree.norm(second)
             scale = bounded.norm / jnp.maximum(size, bounded.norm)
             gradient = jax.tree.map(lambda a, b: a + scale * b, gradient, second)
         norm = optax.tree.norm(gradient)
-        good = jnp.isfinite(loss_there) & jnp.isfinite(norm)
+        good = jnp.isfinite(value) & jnp.isfinite(norm)
         updates, optimizer = rule.update(gradient, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)
 
@@ -277,7 +262,7 @@ def make_step(
             (state.skipped_in_a_row + 1) * bad,
         )
         metrics = {
-            "loss": loss_there,
+            "loss": value,
             "weight": weight,
             "grad_norm": norm,
             "skipped": state.skipped,
