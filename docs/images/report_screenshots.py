@@ -1,7 +1,10 @@
-"""Take the report's pictures: PYTHONPATH=tests python docs/images/report_screenshots.py PAGE ...
+"""Take the report's pictures: PYTHONPATH=tests python docs/images/report_screenshots.py KIND PAGE ...
 
-Arguments: the page, the threshold to show, the trajectory's place on the page from 0, and a turn.
-Of a page of rollouts: the page, the trajectory's place and a turn.
+    main PAGE THRESHOLD TRAJECTORY TURN
+    rollouts PAGE TRAJECTORY TURN
+    tree PAGE TREE STATE
+
+Trajectories, turns, trees and states are named by their place on the page, from 0.
 """
 
 import sys
@@ -49,5 +52,21 @@ def rollouts(page: str, trajectory: str, turn: str, folder: Path = HERE, **view)
         browser.close()
 
 
+def tree(page: str, number: str, state: str, folder: Path = HERE) -> None:
+    """Write report-tree.png, a tree with the turn of one state."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        browser = Browser(profile)
+        browser.open(Path(page).resolve(), width=1200, height=760)
+        browser.run(
+            f"const item = document.querySelectorAll('#tree-list details')[{number}];"
+            "item.open = true; item.scrollIntoView(); 1"
+        )
+        browser.settle()
+        browser.run(f"document.getElementById('t{number}-{state}').focus()")
+        browser.settle()
+        browser.screenshot(folder / "report-tree.png")
+        browser.close()
+
+
 if __name__ == "__main__":
-    (rollouts if len(sys.argv) == 4 else main)(*sys.argv[1:])
+    {"main": main, "rollouts": rollouts, "tree": tree}[sys.argv[1]](*sys.argv[2:])
