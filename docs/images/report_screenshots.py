@@ -1,10 +1,10 @@
-"""Take the report's pictures: PYTHONPATH=tests python docs/images/report_screenshots.py KIND PAGE ...
+"""Take the report's pictures: PYTHONPATH=tests python docs/images/report_screenshots.py KIND ...
 
     main PAGE THRESHOLD TRAJECTORY TURN
     rollouts PAGE TRAJECTORY TURN
     tree PAGE TREE STATE
 
-Trajectories, turns, trees and states are named by their place on the page, from 0.
+Trajectories, trees and states count from 0, turns from 1.
 """
 
 import sys
