@@ -295,6 +295,7 @@ def plot_metrics(curves: Mapping[str, Curve], path: str | os.PathLike[str]) -> N
     """
     # A figure of its own, not pyplot's: no global state, no display, no import cost elsewhere.
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     panels = [(title, names) for title, names in _PANELS if any(name in curves for name in names)]
     if not panels:
@@ -315,6 +316,7 @@ def plot_metrics(curves: Mapping[str, Curve], path: str | os.PathLike[str]) -> N
         elif title in _FROM_ZERO:
             axes.set_ylim(0, 1.05 * axes.dataLim.ymax or 1)
         axes.set(title=title, xlabel="step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.grid(True, color="#d8dde2", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         if any(names.values()):

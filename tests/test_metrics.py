@@ -153,3 +153,13 @@ def test_every_curve_lies_within_its_panel(tmp_path, monkeypatch):
         low, high = axes.get_ylim()
         for line in axes.lines:
             assert low <= min(line.get_ydata()) and max(line.get_ydata()) <= high
+
+
+def test_the_axis_of_steps_shows_whole_steps_only(tmp_path, monkeypatch):
+    """Two steps have no step 1.2 between them."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    plot_metrics({"train/loss": Curve([1, 2], [0.5, 0.25])}, tmp_path / "curves.png")
+    axes = next(axes for axes in figures[0].axes if axes.lines)
+    low, high = axes.get_xlim()
+    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [1.0, 2.0]

@@ -272,7 +272,7 @@ def rl_settings(
         sampler=SamplerConfig(slots=32),
         logic=CoverConfig(enabled=covers, epsilon=epsilon),
         loss=loss or PolicyLossConfig(),
-        optimizer=OptimizerConfig(lr=1e-4, schedule="constant", warmup=0.0),
+        optimizer=OptimizerConfig(lr=3e-4, schedule="constant", warmup=0.0),
         compute=COMPUTE,
         rows=4,
         seed=seed,
