@@ -246,7 +246,7 @@ def plot_criticality(states: Sequence[Judgement], path: str | Path) -> None:
     sides.boxplot([values for _, values in boxes], showmeans=True)
     names = [f"{name} entropy\n{len(values)} states" for name, values in boxes]
     sides.set_xticks(range(1, len(boxes) + 1), names)
-    sides.set(ylabel="criticality", title=comparison_line(told))
+    sides.set(ylabel="criticality (triangle: mean)", title=comparison_line(told))
     sides.title.set_fontsize(9)
     for axes, name, table in (
         (tools, "tool", by_key(states, lambda s: s.tool or "no call")),
@@ -268,7 +268,8 @@ def _bars(axes: Any, name: str, table: Mapping[str, Mapping[str, float]]) -> Non
     axes.set(xlabel=name)
     axes.set_ylabel("mean criticality (bars)", color="#1b5e93")
     other = axes.twinx()
-    other.plot(at, [row["entropy"] for row in table.values()], "D", color="#8f4a00", ms=5)
+    points = [row["entropy"] for row in table.values()]
+    other.plot(at, points, "D", color="#8f4a00", ms=6, mec="white")  # dark bars lie behind
     other.set_ylabel("mean entropy, nats (points)", color="#8f4a00")
     other.set_ylim(bottom=0)
     other.spines[["top"]].set_visible(False)
