@@ -24,7 +24,7 @@ from race_jax.rollout.results import Rollout, RolloutFile
 from race_jax.rollout.workers import make_host
 from race_jax.tokenizer import load_tokenizer
 from race_jax.train.progress import Meter
-from race_jax.train.runtime import model_fingerprint
+from race_jax.train.runtime import make_parents, model_fingerprint
 from race_jax.train.samplers import SamplerConfig, make_sampler
 
 FREE = (
@@ -127,13 +127,7 @@ def check_out(out: str) -> None:
     """
     if not out or Path(out).is_dir() or Path(out).suffix != ".jsonl":
         raise ValueError(f"out is {out!r}; it must name a file that ends in .jsonl")
-    try:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"out is {out!r}, and its folder cannot be made ({error.filename}: {error.strerror}); "
-            "name a file elsewhere"
-        ) from None
+    make_parents(Path(out).parent, out)
 
 
 class Text(NamedTuple):

@@ -32,9 +32,20 @@ def check_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder of a run, if there is none; raises as `check_folder`."""
+    """Make the folder of a run, if there is none; raises as `check_folder` and `make_parents`."""
     check_folder(path)
-    path.mkdir(parents=True, exist_ok=True)
+    make_parents(path, str(path))
+
+
+def make_parents(folder: Path, out: str) -> None:
+    """Make `folder` for the output `out`; raise ValueError if it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"out is {out!r}, and its folder cannot be made ({error.filename}: {error.strerror}); "
+            "name one elsewhere"
+        ) from None
 
 
 def model_fingerprint(path: str) -> str:
