@@ -100,18 +100,21 @@ class ChatApi:
         asked |= {"tools": list(tools)} if tools else {}
         asked |= {} if config.temperature is None else {"temperature": config.temperature}
         asked |= {} if config.max_tokens is None else {"max_tokens": config.max_tokens}
+        refused = f"{self._client.base_url}: the reply is no chat completion"
         try:
             reply = self._client.chat.completions.create(**asked, extra_body=dict(config.extra))
+            if not isinstance(reply, openai.types.chat.ChatCompletion) or not reply.choices:
+                # The client passes on whatever the endpoint sends, a page in HTML too.
+                what = f"but {str(reply)[:200]!r}; is the address that of the API?"
+                return ChatReply(None, error=f"{refused} {what}"[:1000])
             choice = reply.choices[0]
             message = read_message(choice.message.model_dump(exclude_none=True))
             tokens = reply.usage.completion_tokens if reply.usage else 0
             return ChatReply(message, choice.finish_reason or "", tokens)
         except openai.OpenAIError as error:
             return ChatReply(None, error=f"{self._client.base_url}: {error}"[:1000])
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            # The client passes on whatever the endpoint sends, a page in HTML too.
-            what = f"{self._client.base_url}: the reply is no chat completion: {error!r}"
-            return ChatReply(None, error=what[:1000])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            return ChatReply(None, error=f"{refused}: {error!r}"[:1000])
 
     def ask_all(
         self, chats: Sequence[Sequence[Message]], tools: Sequence[Mapping[str, Any]] = ()

@@ -80,7 +80,7 @@ def bad_request(handler):
     ("fault", "message"),
     [
         (bad_request, "too long"),
-        (html, "no chat completion"),
+        (html, "no chat completion but '<html><body>Please log in"),
         (saying({}), "no chat completion"),
         (saying({"choices": []}), "no chat completion"),
     ],
