@@ -1,6 +1,6 @@
 """Tokens per second of sampling: this library's sampler against transformers' generate.
 
-    python bench/rollout.py [--model FOLDER] [--slots 8] [--chats 8] [--turns 4] [--new 32]
+    python bench/rollout.py [--model FOLDER | --family qwen3_5] [--slots 8] [--chats 8] [--turns 4]
 
 Two jobs, each by both on the same checkpoint and the same prompts, alternately, float32:
 
@@ -11,7 +11,8 @@ Two jobs, each by both on the same checkpoint and the same prompts, alternately,
   on alone, a batch of one.
 
 Completions have fixed lengths on both sides, so that equal work is done. Without --model a random
-Qwen3 checkpoint of about 150 million weights is made. Needs torch and transformers beside race-jax.
+checkpoint of the family is made, about 150 million weights. Needs torch and transformers beside
+race-jax.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from scoring import EXTRA, NAMES
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
@@ -134,9 +136,9 @@ def one_by_one(model, job: Job) -> None:
             ids = tuple(out[0].tolist())
 
 
-def make_checkpoint(folder: Path) -> Path:
-    """A random checkpoint of `SHAPE`."""
-    config = AutoConfig.for_model("qwen3", **SHAPE)
+def make_checkpoint(folder: Path, family: str) -> Path:
+    """A random checkpoint of `SHAPE` in a family."""
+    config = AutoConfig.for_model(NAMES[family], **SHAPE, **EXTRA[NAMES[family]])
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
@@ -145,6 +147,7 @@ def main() -> None:
     """Run both jobs and print one table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--family", default="qwen3", choices=NAMES)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--chats", type=int, default=8)
     parser.add_argument("--turns", type=int, default=4)
@@ -153,7 +156,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=2)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = args.model or make_checkpoint(Path(folder))
+        path = args.model or make_checkpoint(Path(folder), args.family)
         peer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         peer.generation_config.eos_token_id = None
         model = load_model(path, dtype="float32")
