@@ -94,6 +94,7 @@ class ChatApi:
             tools: Tool schemas.
         """
         import openai
+        from openai.types.chat import ChatCompletion
 
         config = self.config
         asked: dict[str, Any] = {"model": config.model, "messages": list(messages)}
@@ -103,7 +104,7 @@ class ChatApi:
         refused = f"{self._client.base_url}: the reply is no chat completion"
         try:
             reply = self._client.chat.completions.create(**asked, extra_body=dict(config.extra))
-            if not isinstance(reply, openai.types.chat.ChatCompletion) or not reply.choices:
+            if not isinstance(reply, ChatCompletion) or not reply.choices:
                 # The client passes on whatever the endpoint sends, a page in HTML too.
                 what = f"but {str(reply)[:200]!r}; is the address that of the API?"
                 return ChatReply(None, error=f"{refused} {what}"[:1000])
