@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, get_type_hints
 
+from race_jax.train.interrupt import interrupt, on_interrupt
+
 
 class Command(NamedTuple):
     """Where a command's function lives; it is imported only when it runs."""
@@ -213,10 +215,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\nrace-jax: no command {' '.join(arguments[:2])!r}", file=sys.stderr)
         return 2
     command, rest, words = found
+    interrupted = (
+        f"race-jax {words}: interrupted; what was finished is kept, and the same command goes on "
+        "from there"
+    )
+
+    def leave(*_: object) -> None:
+        os.write(2, f"\n{interrupted}\n".encode())
+        os._exit(130)
+
     try:
-        # Importing takes seconds, in which a user may give up too.
-        function = getattr(importlib.import_module(command.module), command.function)
-        return call(function, rest, words)
+        # Importing takes seconds, in which a user may give up too, and modules that are stopped
+        # midway raise whatever they like.
+        with on_interrupt(leave):
+            function = getattr(importlib.import_module(command.module), command.function)
+        with on_interrupt(interrupt):
+            return call(function, rest, words)
     except SystemExit as stop:  # The parser has said what is wrong, or printed its help.
         return int(stop.code or 0)
     except (ValueError, OSError, FloatingPointError) as error:
@@ -226,11 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"race-jax {words}: {reason}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(
-            f"\nrace-jax {words}: interrupted; what was finished is kept, and the same command "
-            "goes on from there",
-            file=sys.stderr,
-        )
+        print(f"\n{interrupted}", file=sys.stderr)
         return 130
 
 

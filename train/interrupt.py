@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType, FunctionType
 
 
 @contextlib.contextmanager
@@ -36,3 +39,35 @@ def stop_requests() -> Iterator[threading.Event]:
         yield event
     finally:
         back()
+
+
+@contextlib.contextmanager
+def on_interrupt(act: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Within it, SIGINT calls `act` where it would have raised KeyboardInterrupt.
+
+    Where signals are taken otherwise, in a job whose shell ignores them for instance, and in other
+    threads than the main one, nothing changes.
+    """
+    usual = signal.default_int_handler
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not usual:
+        yield
+        return
+    signal.signal(signal.SIGINT, act)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, if need be a moment later.
+
+    What is raised in a callback of the garbage collector is printed and forgotten, and JAX has one,
+    which is mostly the first to run after a long call into native code.
+    """
+    callbacks = [call.__code__ for call in gc.callbacks if isinstance(call, FunctionType)]
+    if frame is not None and frame.f_code in callbacks:
+        threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+        return
+    signal.default_int_handler(number, frame)
