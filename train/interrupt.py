@@ -19,7 +19,7 @@ def stop_requests() -> Iterator[threading.Event]:
     thread only; elsewhere the event is never set.
     """
     event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
+    if not _takes_signals():
         yield event
         return
     signals = (signal.SIGTERM, signal.SIGINT)
@@ -49,8 +49,7 @@ def on_interrupt(act: Callable[[int, FrameType | None], None]) -> Iterator[None]
     threads than the main one, nothing changes.
     """
     usual = signal.default_int_handler
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGINT) is not usual:
+    if not _takes_signals() or signal.getsignal(signal.SIGINT) is not usual:
         yield
         return
     signal.signal(signal.SIGINT, act)
@@ -71,3 +70,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
         threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
         return
     signal.default_int_handler(number, frame)
+
+
+def _takes_signals() -> bool:
+    return threading.current_thread() is threading.main_thread()
